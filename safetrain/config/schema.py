@@ -1,0 +1,117 @@
+"""The typed configuration: every section, every field, its default, its accepted values, and what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..options import option
+
+Target = dict[str, Any]
+"""A node with `_target_: package.module.Name` or `./file.py:Name` (relative to the config file) plus its arguments."""
+
+
+@dataclass
+class DataConfig:
+    train: Target | None = None
+    """Training data: the `_target_` of a Dataset, a DataLoader, or anything that can be iterated over again and again."""
+    eval: Target | None = None
+    """Evaluation data; without it nothing is evaluated."""
+    batch_size: int = option(32, ge=1)
+    """Samples per micro-batch, for data given as a Dataset."""
+    shuffle: bool = True
+    """Visit the training samples in a new order each epoch; the order depends on `seed` and the epoch only."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is smaller than `batch_size`."""
+    num_workers: int = option(0, ge=0)
+    """Loader processes, for data given as a Dataset."""
+
+
+@dataclass
+class LoopConfig:
+    max_steps: int | None = option(None, ge=1)
+    """Stop after this many committed optimizer steps."""
+    max_epochs: int | None = option(None, ge=1)
+    """Stop after this many passes over the data. Without `max_steps` and `max_epochs`: one pass."""
+    grad_accum: int = option(1, ge=1)
+    """Micro-batches per optimizer step; the loss is their mean."""
+    eval_every: int | None = option(None, ge=1)
+    """Evaluate every so many committed steps; without it, at the end of each epoch."""
+    monitor: str = "loss"
+    """The evaluation metric by which the best step is chosen. NaN is worse than any number."""
+    monitor_mode: str = option("min", choices=("min", "max"))
+    """Whether a smaller or a larger `monitor` is better."""
+    log_every: int = option(10, ge=1)
+    """Print and write metrics every so many steps."""
+    precision: str = option("fp32", choices=("fp32", "bf16", "fp16"))
+    """Arithmetic of the forward pass; `bf16` and `fp16` use autocast, weights stay as they are."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
+    compile: bool | str = False
+    """Compile the model with `torch.compile`; a string names the backend."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; an operation that has none raises."""
+    ema: float | None = option(None, gt=0.0, lt=1.0)
+    """Decay of an exponential moving average of the weights; evaluation then uses the average."""
+    host_read_every: int = option(1, ge=1)
+    """Bring the numbers of a step to the host only every so many steps. Needs a fused optimizer, which skips a bad update
+    on the device; refusals are reported up to this many steps late, with their right step number."""
+
+
+@dataclass
+class RecoveryConfig:
+    max_refusals: int = option(100, ge=0)
+    """Refused steps of the whole run after which it stops. A bad update is never accepted instead."""
+
+
+@dataclass
+class ForensicsConfig:
+    max_incidents: int = option(20, ge=0)
+    """Incidents written with their batch and random state, so that they can be replayed; later ones keep their numbers only."""
+
+
+@dataclass
+class CheckpointConfig:
+    save_final: bool = True
+    """Write the final weights to `checkpoints/final.safetensors`, after checking that they are finite."""
+
+
+@dataclass
+class LoggingConfig:
+    console: bool = True
+    """Print progress, incidents and a summary."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+
+
+@dataclass
+class Config:
+    name: str = "run"
+    """Name of the run; new run directories start with it. A config file without a name gets the file's."""
+    seed: int | None = option(None, ge=0)
+    """Seed of Python, NumPy and torch, set before the model is built. Without it the random state is left as it is."""
+    trainer: Target | None = None
+    """The `_target_` of a `SafeTrainer` subclass; without it `SafeTrainer` itself."""
+    model: Target | None = None
+    """The `_target_` of the model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where the samples come from."""
+    loss: Target | None = None
+    """The `_target_` of `loss(model, batch)`, a function or a class; or of a `loss(input, target)` like
+    `torch.nn.CrossEntropyLoss`, for batches of (inputs, targets)."""
+    optimizer: Target = field(default_factory=lambda: {"_target_": "torch.optim.AdamW", "lr": 1e-3})
+    """The `_target_` of the optimizer; it is given the trainable parameters."""
+    scheduler: Target | None = None
+    """The `_target_` of a learning-rate scheduler; it is given the optimizer and stepped once per committed step."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """How long to train, and how."""
+    guards: dict[str, Any] = field(default_factory=dict)
+    """Options of each guard by name; `null` turns one off, `_target_` adds one of your own."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What may be done after a refusal, and how often."""
+    forensics: ForensicsConfig = field(default_factory=ForensicsConfig)
+    """What is kept of an incident."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What is shown."""

@@ -1,0 +1,16 @@
+"""The guards that ship with safetrain: one file, one config dataclass, one name each."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from .base import REGISTRY, Guard
+
+DEFAULT = ("finite", "clip", "backoff")
+"""Guards that are on unless the config turns them off with `null`."""
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["DEFAULT", "REGISTRY", "Guard"]

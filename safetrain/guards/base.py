@@ -1,0 +1,77 @@
+"""The guard protocol and the registry of guards by name.
+
+    begin ─ data ─ forward/backward ─ measure ─ judge ─┬─ commit ─ learn
+              │                         │         │    └─ refuse
+            attach (once)   limits ─────┘         │
+                            measure ──────────────┘
+
+A guard answers, it never acts: it sees frozen numbers and returns a verdict. It never holds the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..verdict import Decision, Verdict
+from ..view import DeviceStep, Limits, StepView
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+REGISTRY: dict[str, type[Guard]] = {}
+
+
+@dataclasses.dataclass
+class NoOptions:
+    """Config of a guard that has no options."""
+
+
+class Guard:
+    """Base of all guards. Only `judge` must be written.
+
+    A subclass is registered under its class name in snake case (`LossCeiling` becomes `loss_ceiling`), which is also its
+    key in YAML. `Config` is a dataclass whose fields are the guard's options.
+    """
+
+    Config: ClassVar[type] = NoOptions
+    name: ClassVar[str] = "guard"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        if not dataclasses.is_dataclass(cls.Config):
+            raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")
+        REGISTRY[cls.name] = cls
+
+    def __init__(self, config: Any = None, **options: Any) -> None:
+        """Give the options as keywords, or a ready `Config`."""
+        self.config = self.Config(**options) if config is None else config
+
+    def attach(self, model: nn.Module) -> Callable[[], None] | None:
+        """Install hooks on the model before the first step; return a function that removes them."""
+        return None
+
+    def limits(self) -> Limits:
+        """Bounds on the gradient of the next step. The tightest of all guards' bounds is applied."""
+        return Limits()
+
+    def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
+        """0-d tensors to bring to the host with this step; they appear in `view.signals` as `<guard>.<name>`."""
+        return {}
+
+    def judge(self, view: StepView) -> Verdict:
+        """The answer. Pure: called again with the same view it gives the same verdict and changes nothing."""
+        raise NotImplementedError(f"{type(self).__name__} must define judge(view) -> Verdict")
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        """Update baselines. Called for committed steps only, so refused values can never spoil them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `learn` has learned, as plain numbers, strings, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

@@ -1,0 +1,77 @@
+"""Bounds the gradient. Reshapes, never refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..options import option
+from ..verdict import COMMIT, Decision, Verdict
+from ..view import Limits, StepView
+from .base import Guard
+
+
+@dataclass
+class ClipConfig:
+    mode: str = option("adaptive", choices=("adaptive", "norm", "group_norm", "value"))
+    """`norm`: global L2 norm at most `max_norm`. `group_norm`: the same for each optimizer parameter group on its own.
+    `value`: every element at most `max_value`. `adaptive`: global norm at most a few deviations above the recent ones."""
+    max_norm: float = option(1.0, gt=0.0)
+    """Limit of `norm` and `group_norm`."""
+    max_value: float = option(1.0, gt=0.0)
+    """Limit of `value`."""
+    z: float = option(4.0, gt=0.0)
+    """`adaptive`: deviations above the recent mean norm that are still allowed."""
+    min_ratio: float = option(2.5, ge=1.0)
+    """`adaptive`: the limit is never below this many times the recent mean norm, however steady the norms are."""
+    decay: float = option(0.97, gt=0.0, lt=1.0)
+    """`adaptive`: weight of the past in the running mean and variance."""
+    warmup_steps: int = option(25, ge=1)
+    """`adaptive`: committed steps to watch before clipping anything."""
+
+
+class Clip(Guard):
+    Config = ClipConfig
+    config: ClipConfig
+
+    def __init__(self, config: ClipConfig | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.num_seen = 0
+        self.mean = 0.0
+        self.variance = 0.0
+
+    def limits(self) -> Limits:
+        mode = self.config.mode
+        if mode == "norm":
+            return Limits(norm=self.config.max_norm)
+        if mode == "group_norm":
+            return Limits(group_norm=self.config.max_norm)
+        if mode == "value":
+            return Limits(value=self.config.max_value)
+        if self.num_seen < self.config.warmup_steps or self.mean == 0.0:
+            return Limits()
+        spread = max(self.config.z * math.sqrt(self.variance), (self.config.min_ratio - 1.0) * self.mean)
+        return Limits(norm=self.mean + spread)
+
+    def judge(self, view: StepView) -> Verdict:
+        return COMMIT
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        # The clipped norm is what acted on the weights; learning the raw one would let one spike lift the limit.
+        norm = min(view.grad_norm, view.limits.norm)
+        if not math.isfinite(norm):
+            return
+        self.num_seen += 1
+        # A running average during warm-up, so that the first norms do not weigh more than the rest.
+        weight = max(1.0 - self.config.decay, 1.0 / self.num_seen)
+        delta = norm - self.mean
+        self.mean += weight * delta
+        self.variance = (1.0 - weight) * (self.variance + weight * delta * delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_seen": self.num_seen, "mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_seen, self.mean, self.variance = state["num_seen"], state["mean"], state["variance"]

@@ -1,0 +1,51 @@
+"""How a config field is declared: a dataclass field with its accepted values, documented by the string below it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Any = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field whose value is checked when a config is loaded.
+
+    `ge gt le lt` bound a number (NaN is outside every bound), `choices` lists the accepted strings.
+    """
+    limits = {"ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
+    metadata = {name: limit for name, limit in limits.items() if limit is not None}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass, by field name (inherited fields included)."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except (OSError, TypeError):  # classes made in an interactive session have no source
+            continue
+        body = ast.parse(source).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                    docs[field.target.id] = inspect.cleandoc(below.value.value)
+    return docs

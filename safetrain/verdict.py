@@ -1,0 +1,84 @@
+"""What guards answer, and the one rule that merges their answers."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Action(enum.IntEnum):
+    """The four outcomes of a step, in order of severity."""
+
+    COMMIT = 0
+    SKIP = 1
+    ROLLBACK = 2
+    STOP = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A guard's answer about one step.
+
+    `lr_scale` multiplies the scheduled learning rate of this step; `reason` is a sentence for people, required when the
+    step is refused; `evidence` holds the numbers behind it: `signal` and `value` name what tripped.
+    """
+
+    action: Action = Action.COMMIT
+    lr_scale: float = 1.0
+    reason: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    salvage: bool = False
+    """On a refusal: the window may be tried once more without its non-finite micro-batches."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
+            raise ValueError(f"lr_scale must be finite and not negative, got {self.lr_scale}")
+        if self.action > Action.COMMIT and not self.reason:
+            raise ValueError(f"a verdict of {self.action} needs a reason")
+
+
+COMMIT = Verdict()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All verdicts of a step merged: what will be done, and every reason with the guard that gave it."""
+
+    action: Action
+    lr_scale: float
+    verdicts: Mapping[str, Verdict]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Every reason given, the most severe first, ties by guard name."""
+        return [f"{guard}: {v.reason}" for guard, v in self.by_severity() if v.reason]
+
+    def by_severity(self) -> list[tuple[str, Verdict]]:
+        return sorted(self.verdicts.items(), key=lambda item: (-item[1].action, item[0]))
+
+    @property
+    def salvage(self) -> bool:
+        """Every guard that refuses would accept the window without its non-finite micro-batches."""
+        return all(v.salvage for v in self.verdicts.values() if v.action > Action.COMMIT)
+
+    @property
+    def decisive(self) -> tuple[str, Verdict]:
+        """The guard whose verdict decided, with that verdict."""
+        return self.by_severity()[0]
+
+
+def merge(verdicts: Iterable[tuple[str, Verdict]]) -> Decision:
+    """The most severe action wins, the smallest learning-rate scale wins, every reason is kept.
+
+    Commutative and associative, so the order of guards means nothing.
+    """
+    by_guard = dict(verdicts)
+    action = max((v.action for v in by_guard.values()), default=Action.COMMIT)
+    lr_scale = min((v.lr_scale for v in by_guard.values()), default=1.0)
+    return Decision(action, min(lr_scale, 1.0), by_guard)

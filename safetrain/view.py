@@ -1,0 +1,90 @@
+"""What guards see of a step: on the device while it is measured, on the host when it is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on the gradient that a guard asks for before the step; infinite means no bound."""
+
+    norm: float = math.inf
+    """Largest global L2 norm over all parameters."""
+    group_norm: float = math.inf
+    """Largest L2 norm of each optimizer parameter group on its own."""
+    value: float = math.inf
+    """Largest absolute value of each element."""
+
+    def tightest(self, other: Limits) -> Limits:
+        return Limits(
+            min(self.norm, other.norm), min(self.group_norm, other.group_norm), min(self.value, other.value)
+        )
+
+    @property
+    def bounded(self) -> bool:
+        return min(self.norm, self.group_norm, self.value) < math.inf
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step after backward, before its numbers reached the host. Reading a value here would stall the device: don't.
+
+    What `Guard.measure` returns travels to the host together with the loss and the gradient norm, in one transfer.
+    """
+
+    step: int
+    loss: Tensor
+    """Mean loss of the window, 0-d, detached."""
+    grad_norm: Tensor
+    """Global L2 norm of the unscaled gradient, before clipping."""
+    gradients: Sequence[Tensor]
+    buffer_peak: Callable[[], Tensor | None]
+    """Largest absolute value over the model's buffers (NaN and Inf propagate); None when it has none."""
+    state_peak: Callable[[], Tensor | None]
+    """Largest absolute value over parameters and optimizer state, as they were before this step."""
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step's numbers on the host. Frozen: a guard that wants to remember something does so in `learn`."""
+
+    step: int
+    """Index of this attempt, from 0; refused steps count, so `result.losses[step]` is this step's loss."""
+    loss: float
+    grad_norm: float
+    """Before clipping. When the float32 norm overflowed, the true norm in float64 (see `norm_overflow`)."""
+    lr: float = 0.0
+    """Scheduled learning rate of the first parameter group, without any guard's scale."""
+    limits: Limits = Limits()
+    """Bounds that the gradient will be clipped to if the step commits."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """What the guards measured, by `guard.name`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What `training_step` returned beside the loss."""
+    micro_losses: Sequence[float] = ()
+    """The loss of each micro-batch of the window."""
+    norm_overflow: bool = False
+    """The float32 gradient norm is Inf although every gradient is finite."""
+    scaler_overflow: bool = False
+    """fp16 only: the loss is finite and the scaled gradients are not, which the loss scaler handles."""
+    loss_scale: float = 1.0
+    consecutive_overflows: int = 0
+    """Scaler overflows in a row, this step included."""
+    consecutive_refusals: int = 0
+    """Refused steps directly before this one."""
+    refused_steps: Sequence[int] = ()
+    """The steps refused most recently (at most 1000), oldest first."""
+    bad_state: Callable[[], Mapping[str, str]] = dict
+    """Names of non-finite parameters, optimizer state and buffers, with what is wrong. Reads the whole state: only call
+    it when the step is already in trouble."""
+
+    def refusals_within(self, num_steps: int) -> int:
+        """How many of the last `num_steps` steps before this one were refused."""
+        return sum(1 for s in self.refused_steps if s >= self.step - num_steps)
