@@ -1,0 +1,85 @@
+"""safetrain: a PyTorch training loop that cannot be silently ruined.
+
+Names are imported when they are first used, so that the command line and the config never wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import load_config
+    from .errors import (
+        ConfigError,
+        DataError,
+        Interrupted,
+        LossError,
+        RunDirectoryError,
+        SafetrainError,
+        TrainingStopped,
+        UsageError,
+    )
+    from .guards import Guard
+    from .incident import Incident
+    from .options import option
+    from .result import FitResult
+    from .trainer import SafeTrainer
+    from .verdict import Action, Verdict
+    from .view import DeviceStep, Limits, StepView
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "config": ("load_config",),
+    "errors": (
+        "ConfigError",
+        "DataError",
+        "Interrupted",
+        "LossError",
+        "RunDirectoryError",
+        "SafetrainError",
+        "TrainingStopped",
+        "UsageError",
+    ),
+    "guards": ("Guard",),
+    "incident": ("Incident",),
+    "options": ("option",),
+    "result": ("FitResult",),
+    "trainer": ("SafeTrainer",),
+    "verdict": ("Action", "Verdict"),
+    "view": ("DeviceStep", "Limits", "StepView"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Action",
+    "ConfigError",
+    "DataError",
+    "DeviceStep",
+    "FitResult",
+    "Guard",
+    "Incident",
+    "Interrupted",
+    "Limits",
+    "LossError",
+    "RunDirectoryError",
+    "SafeTrainer",
+    "SafetrainError",
+    "StepView",
+    "TrainingStopped",
+    "UsageError",
+    "Verdict",
+    "load_config",
+    "option",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'safetrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"safetrain.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

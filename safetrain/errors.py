@@ -6,7 +6,8 @@
     │   ├── DataError         the data given cannot be trained on
     │   └── LossError         training_step returned something that is not a loss
     ├── RunDirectoryError     the run directory cannot be used                     exit code 2
-    └── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
+    ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
+    └── Interrupted           SIGINT or SIGTERM; the step was finished and saved   exit code 130, 143
 
 Exceptions raised by user code (a model's forward, a data set) are never wrapped: they pass through with their own traceback.
 """
@@ -51,9 +52,18 @@ class RunDirectoryError(SafetrainError):
 
 
 class TrainingStopped(SafetrainError):
-    """A guard stopped the run. Nothing bad was committed: the model holds the last good weights."""
+    """A guard stopped the run. Nothing of the refused step was applied."""
 
     def __init__(self, incident: Incident, result: FitResult) -> None:
         super().__init__(incident.headline())
         self.incident = incident
+        self.result = result
+
+
+class Interrupted(SafetrainError):
+    """A signal ended the run after the step in progress."""
+
+    def __init__(self, signum: int, result: FitResult) -> None:
+        super().__init__(f"interrupted by signal {signum} after {result.steps} committed steps")
+        self.signum = signum
         self.result = result

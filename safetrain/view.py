@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ class Limits:
     @property
     def bounded(self) -> bool:
         return min(self.norm, self.group_norm, self.value) < math.inf
+
+
+def tightest(limits: Iterable[Limits]) -> Limits:
+    return functools.reduce(Limits.tightest, limits, Limits())
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class StepView:
     loss: float
     grad_norm: float
     """Before clipping. When the float32 norm overflowed, the true norm in float64 (see `norm_overflow`)."""
-    lr: float = 0.0
-    """Scheduled learning rate of the first parameter group, without any guard's scale."""
+    lrs: Sequence[float] = (0.0,)
+    """Scheduled learning rate of each parameter group, without any guard's scale."""
     limits: Limits = Limits()
     """Bounds that the gradient will be clipped to if the step commits."""
     signals: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +89,11 @@ class StepView:
     bad_state: Callable[[], Mapping[str, str]] = dict
     """Names of non-finite parameters, optimizer state and buffers, with what is wrong. Reads the whole state: only call
     it when the step is already in trouble."""
+
+    @property
+    def lr(self) -> float:
+        """Scheduled learning rate of the first parameter group."""
+        return self.lrs[0]
 
     def refusals_within(self, num_steps: int) -> int:
         """How many of the last `num_steps` steps before this one were refused."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..options import option
+from .fields import target
 
 Target = dict[str, Any]
 """A node with `_target_: package.module.Name` or `./file.py:Name` (relative to the config file) plus its arguments."""
@@ -13,9 +14,9 @@ Target = dict[str, Any]
 
 @dataclass
 class DataConfig:
-    train: Target | None = None
+    train: Target | None = field(default=None, metadata=target())
     """Training data: the `_target_` of a Dataset, a DataLoader, or anything that can be iterated over again and again."""
-    eval: Target | None = None
+    eval: Target | None = field(default=None, metadata=target())
     """Evaluation data; without it nothing is evaluated."""
     batch_size: int = option(32, ge=1)
     """Samples per micro-batch, for data given as a Dataset."""
@@ -78,8 +79,8 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    console: bool = True
-    """Print progress, incidents and a summary."""
+    console: str = option("auto", choices=("auto", "plain", "json", "off"))
+    """What is printed: `auto` draws live progress on a terminal and plain lines elsewhere, `json` prints the journal's lines."""
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
 
@@ -90,18 +91,20 @@ class Config:
     """Name of the run; new run directories start with it. A config file without a name gets the file's."""
     seed: int | None = option(None, ge=0)
     """Seed of Python, NumPy and torch, set before the model is built. Without it the random state is left as it is."""
-    trainer: Target | None = None
+    trainer: Target | None = field(default=None, metadata=target(takes_arguments=False))
     """The `_target_` of a `SafeTrainer` subclass; without it `SafeTrainer` itself."""
-    model: Target | None = None
+    model: Target | None = field(default=None, metadata=target())
     """The `_target_` of the model."""
     data: DataConfig = field(default_factory=DataConfig)
     """Where the samples come from."""
-    loss: Target | None = None
+    loss: Target | None = field(default=None, metadata=target(num_injected=2))
     """The `_target_` of `loss(model, batch)`, a function or a class; or of a `loss(input, target)` like
     `torch.nn.CrossEntropyLoss`, for batches of (inputs, targets)."""
-    optimizer: Target = field(default_factory=lambda: {"_target_": "torch.optim.AdamW", "lr": 1e-3})
+    optimizer: Target = field(
+        default_factory=lambda: {"_target_": "torch.optim.AdamW", "lr": 1e-3}, metadata=target(num_injected=1)
+    )
     """The `_target_` of the optimizer; it is given the trainable parameters."""
-    scheduler: Target | None = None
+    scheduler: Target | None = field(default=None, metadata=target(num_injected=1))
     """The `_target_` of a learning-rate scheduler; it is given the optimizer and stepped once per committed step."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How long to train, and how."""

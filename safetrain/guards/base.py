@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..errors import UsageError
 from ..verdict import Decision, Verdict
 from ..view import DeviceStep, Limits, StepView
 
@@ -65,6 +66,15 @@ class Guard:
     def judge(self, view: StepView) -> Verdict:
         """The answer. Pure: called again with the same view it gives the same verdict and changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} must define judge(view) -> Verdict")
+
+    def verdict(self, view: StepView) -> Verdict:
+        """What `judge` answers, checked to be a verdict."""
+        answer = self.judge(view)
+        if not isinstance(answer, Verdict):
+            raise UsageError(
+                f"guard {self.name}: judge() returned {answer!r}, not a Verdict.\nTo fix: return Verdict() to let the step pass."
+            )
+        return answer
 
     def learn(self, view: StepView, decision: Decision) -> None:
         """Update baselines. Called for committed steps only, so refused values can never spoil them."""

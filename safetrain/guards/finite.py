@@ -78,6 +78,9 @@ class Finite(Guard):
         if view.norm_overflow and not view.limits.bounded:
             reason = f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and no clip guard to bound it"
             return "grad_norm", view.grad_norm, reason
+        for lr in view.lrs:
+            if not math.isfinite(lr):
+                return "lr", lr, f"the scheduled learning rate is {lr}"
         for signal in ("buffers", "state"):
             value = view.signals.get(f"{self.name}.{signal}", 0.0)
             if not math.isfinite(value):

@@ -1,0 +1,146 @@
+"""Builds the parts of a run from its config, and checks the parts that were handed over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from .config.schema import Target
+from .config.targets import import_target, instantiate
+from .errors import ConfigError, LossError, UsageError
+from .guards import REGISTRY, Guard
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> list[Guard]:
+    """The guards of a config, and others beside them; one of the same name takes the place of the configured one."""
+    guards: dict[str, Guard] = {}
+    for name, given in options.items():
+        if given is None:
+            continue
+        if isinstance(given, Mapping):
+            arguments = {key: value for key, value in given.items() if key != "_target_"}
+            cls = import_target(given["_target_"])
+            if not (inspect.isclass(cls) and issubclass(cls, Guard)):
+                raise ConfigError(f"guards.{name}: {given['_target_']} is not a Guard. To fix: derive it from safetrain.Guard.")
+            guard = cls(**arguments)
+        else:
+            guard = REGISTRY[name](given)
+        guard.name = name  # type: ignore[misc]  # its key: two of one class may be told apart
+        guards[name] = guard
+    for guard in extra:
+        if not isinstance(guard, Guard):
+            raise UsageError(f"guards must be Guard instances, got {guard!r}.\nTo fix: derive it from safetrain.Guard.")
+        guards[guard.name] = guard
+    return list(guards.values())
+
+
+def build_loss(node: Target) -> LossFn:
+    """`loss(model, batch)` from a `_target_`: a class is instantiated, a function gets its arguments bound."""
+    target = import_target(node["_target_"])
+    if inspect.isclass(target):
+        loss = instantiate(node)
+    else:
+        loss = partial(target, **{key: value for key, value in node.items() if key != "_target_"})
+    return adapt_loss(loss)
+
+
+def adapt_loss(loss: Any) -> LossFn:
+    """Let a `loss(input, target)` such as `nn.CrossEntropyLoss()` be used on batches of (inputs, targets)."""
+    if not callable(loss):
+        raise UsageError(f"loss_fn must be callable, got {loss!r}.\nTo fix: pass a function loss_fn(model, batch).")
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        names = list(inspect.signature(called).parameters)
+    except (TypeError, ValueError):  # a builtin
+        return loss  # type: ignore[no-any-return]
+    if names[:2] != ["input", "target"]:
+        return loss  # type: ignore[no-any-return]
+
+    def supervised_loss(model: nn.Module, batch: Any) -> Any:
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise LossError(
+                f"{type(loss).__name__}(input, target) needs batches of (inputs, targets), this one is a {type(batch).__name__}.\n"
+                "To fix: write a loss_fn(model, batch) that takes the batch apart."
+            )
+        inputs, targets = batch
+        return loss(model(inputs), targets)
+
+    return supervised_loss
+
+
+def check_trainable(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            "the model has no trainable parameters.\n"
+            "To fix: check that its layers are attributes (or in a ModuleList, not a plain list) and that some parameters "
+            "have requires_grad=True."
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times within one step, so a step cannot be judged before it moves the weights.\n"
+            "To fix: use a first-order optimizer such as torch.optim.AdamW."
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            "none of the optimizer's parameters belongs to the model, so training would change nothing.\n"
+            "To fix: build the optimizer from the parameters of this very model, after any copy or replacement of it."
+        )
+
+
+def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The model's parameters in its own order, then those that only the optimizer has (of a loss with weights, say)."""
+    unique = {id(p): p for p in model.parameters()}
+    for group in optimizer.param_groups:
+        unique.update({id(p): p for p in group["params"] if id(p) not in unique})
+    return list(unique.values())
+
+
+def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
+    """The loss and the scalar metrics beside it, out of what a step returned; other values are left aside."""
+    metrics: dict[str, Any] = {}
+    if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise LossError(f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}.")
+        metrics = {key: value for key, value in output.items() if key != "loss" and _is_scalar(value)}
+        output = output["loss"]
+    if not isinstance(output, Tensor):
+        raise LossError(
+            f"{where} returned {type(output).__name__}, not a tensor or a dict with 'loss'.\n"
+            "To fix: return the loss tensor itself (not loss.item()), and check that there is a return statement."
+        )
+    if output.numel() != 1:
+        raise LossError(
+            f"{where} returned a loss of shape {tuple(output.shape)}; it must be a scalar.\nTo fix: return loss.mean() or loss.sum()."
+        )
+    if not output.is_floating_point():
+        raise LossError(f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss.")
+    return output.reshape(()), metrics
+
+
+def check_graph(loss: Tensor, where: str) -> None:
+    if not loss.requires_grad:
+        raise LossError(
+            f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
+            "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
+        )
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float))

@@ -1,0 +1,160 @@
+"""From a file, a recipe, a dict or a dataclass to a typed, checked, complete `Config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..errors import ConfigError
+from ..guards import DEFAULT, REGISTRY
+from .interpolate import interpolate
+from .merge import Override, apply_overrides, merge
+from .schema import Config
+from .sources import FileReader, find_config
+from .targets import absolute_target
+from .tree import TARGET, Node, Place, Problems, dotted, escape, from_python, leaves, plain, rewrite
+from .validate import complete_guards, validate
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Config | None
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config with its history."""
+
+    config: Config
+    origins: Mapping[str, str]
+    """Where each value came from, by dotted key: `default`, `base.yaml:12`, `override`, `dict`, or a flag's name."""
+    source: Path | None
+    """The file it was loaded from, if any."""
+
+
+def load_config(source: Source = None, overrides: Iterable[str | Override] = ()) -> Config:
+    """A complete, checked config.
+
+    `source` is a path, a recipe's name, a dict, an OmegaConf node, a `Config`, or None for the defaults; what it leaves
+    out is filled with defaults. `overrides` are `key=value` (the value in YAML) and `~key` (delete). Raises one
+    `ConfigError` that lists everything that is wrong.
+    """
+    return load(source, overrides).config
+
+
+def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
+    """`load_config` that also tells where each value came from."""
+    problems = Problems()
+    defaults = _defaults()
+    tree, path = _read(source, problems)
+    changes = _parse(overrides, problems)
+    if tree is None:
+        if problems:
+            raise ConfigError(problems)
+        tree = Node({}, defaults.place)
+    tree = merge(defaults, rewrite(tree, _with_absolute_target))
+    tree = apply_overrides(tree, defaults, changes, problems)
+    tree = _named_after_file(tree, path)
+    tree = interpolate(tree, problems)
+    tree = rewrite(tree, _with_absolute_target)
+    guards = tree.value.get("guards")
+    tree = dataclasses.replace(tree, value={**tree.value, "guards": complete_guards(guards, defaults)})
+    tree = validate(tree, problems)
+    if problems:
+        raise ConfigError(problems)
+    origins = {dotted(key): node.place.origin for key, node in leaves(tree)}
+    return LoadedConfig(_typed(tree), origins, path)
+
+
+def _defaults() -> Node:
+    place = Place("default", "default", Path.cwd())
+    tree = from_python(Config(), place, Problems(), literal=True)
+    guards = Node({name: Node({}, place) for name in DEFAULT}, place)
+    return dataclasses.replace(tree, value={**tree.value, "guards": complete_guards(guards, tree)})
+
+
+def _read(source: Source, problems: Problems) -> tuple[Node | None, Path | None]:
+    if source is None:
+        return None, None
+    if isinstance(source, (str, os.PathLike)):
+        try:
+            path = find_config(source if isinstance(source, str) else Path(source), Path.cwd())
+        except LookupError as error:
+            problems.append(str(error.args[0]))
+            return None, None
+        return FileReader(path, problems).read(path), path
+    data: Any = source
+    kind = "dict"
+    if isinstance(source, DictConfig):
+        kind = "OmegaConf"
+        data = OmegaConf.to_container(source, resolve=False)
+    elif isinstance(source, Config):
+        kind = "Config"
+    if not isinstance(data, (Mapping, Config)):
+        accepted = "a path, a recipe's name, a dict, an OmegaConf mapping, or a Config"
+        problems.append(f"a config cannot be read from a {type(source).__name__}; give {accepted}")
+        return None, None
+    place = Place(kind, kind, Path.cwd())
+    # The strings of a Config are final; those of a dict may hold interpolations, as in a file.
+    tree = from_python(data, place, problems, literal=isinstance(data, Config))
+    reader = FileReader(Path.cwd() / kind, problems)
+    return (tree if isinstance(data, Config) else reader.extend(tree, Path.cwd(), ())), None
+
+
+def _parse(overrides: Iterable[str | Override], problems: Problems) -> list[Override]:
+    if isinstance(overrides, str):
+        problems.append(f"overrides must be a list of strings, not the string {overrides!r}")
+        return []
+    parsed = []
+    for override in overrides:
+        try:
+            parsed.append(override if isinstance(override, Override) else Override.parse(override))
+        except ValueError as error:
+            problems.append(f"override {override!r}: {error}")
+    return parsed
+
+
+def _with_absolute_target(node: Node) -> Node:
+    target = node.get(TARGET)
+    if target is None or not isinstance(target.value, str):
+        return node
+    absolute = dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
+    return dataclasses.replace(node, value={**node.value, TARGET: absolute})
+
+
+def _named_after_file(tree: Node, path: Path | None) -> Node:
+    name = tree.get("name")
+    if path is None or name is None or name.place.origin != "default":
+        return tree
+    place = dataclasses.replace(name.place, origin=path.name)
+    return dataclasses.replace(tree, value={**tree.value, "name": Node(escape(path.stem), place)})
+
+
+def _typed(tree: Node) -> Config:
+    data = plain(rewrite(tree, _escaped))
+    guards = data.pop("guards")
+    try:
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), data)))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+    config.guards = {name: _typed_guard(name, options) for name, options in guards.items()}
+    return config
+
+
+def _typed_guard(name: str, options: dict[str, Any] | None) -> Any:
+    if options is None:
+        return None
+    try:
+        if TARGET in options:
+            return OmegaConf.to_object(OmegaConf.create(options))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(REGISTRY[name].Config), options))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"guards.{name}: {error}") from error
+
+
+def _escaped(node: Node) -> Node:
+    return dataclasses.replace(node, value=escape(node.value)) if isinstance(node.value, str) else node

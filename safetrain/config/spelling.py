@@ -1,0 +1,19 @@
+"""The second half of a message about a misspelt name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def suggest(name: Any, known: Iterable[Any], what: str = "accepted", limit: int = 40) -> str:
+    """`, did you mean 'x'?` if a known name is close, else the list of known names."""
+    names = [str(candidate) for candidate in known]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if close:
+        return f", did you mean {close[0]!r}?"
+    if not names:
+        return f"; none are {what}"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"; {what}: {', '.join(names[:limit])}{more}"

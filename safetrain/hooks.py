@@ -1,0 +1,60 @@
+"""The methods a subclass of the trainer may define, and an error for one that would never be called."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+
+HOOKS = {
+    "training_step": "training_step(self, model, batch) -> loss or {'loss': …, metrics}",
+    "evaluation_step": "evaluation_step(self, model, batch) -> loss or {'loss': …, metrics}",
+    "build_model": "build_model(self) -> nn.Module",
+    "build_data": "build_data(self) -> train_data or (train_data, eval_data)",
+    "build_optimizer": "build_optimizer(self, model) -> Optimizer",
+    "build_scheduler": "build_scheduler(self, optimizer) -> scheduler or None",
+    "on_commit": "on_commit(self, view)",
+    "on_incident": "on_incident(self, incident)",
+}
+ELSEWHERE = {
+    "validation_step": "evaluation_step",
+    "test_step": "evaluation_step",
+    "compute_loss": "training_step",
+    "configure_optimizers": "build_optimizer",
+    "train_dataloader": "build_data",
+    "val_dataloader": "build_data",
+}
+"""What other trainers call the same thing."""
+
+
+def check_hooks(cls: type, base: type) -> None:
+    """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters."""
+    for name, value in vars(cls).items():
+        if name.startswith("_") or not inspect.isfunction(value):
+            continue
+        if name in HOOKS:
+            _check_parameters(cls, name, value)
+        elif not hasattr(base, name) and (meant := _meant(name)):
+            known = "\n  ".join(HOOKS.values())
+            raise TypeError(
+                f"{cls.__name__}.{name} would never be called{f': did you mean {meant}?' if meant in HOOKS else '.'}\n"
+                f"The hooks are:\n  {known}\nTo fix: rename it; start the name of a helper of your own with an underscore."
+            )
+
+
+def _meant(name: str) -> str | None:
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.8)
+    if close:
+        return close[0]
+    return "none of the hooks" if name.startswith("on_") else None
+
+
+def _check_parameters(cls: type, name: str, function: object) -> None:
+    expected = HOOKS[name].split("(", 1)[1].split(")", 1)[0].split(", ")
+    try:
+        inspect.signature(function).bind(*expected)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"{cls.__name__}.{name} cannot be called as {HOOKS[name]}: {error}.\nTo fix: give it these parameters."
+        ) from None

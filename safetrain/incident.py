@@ -1,0 +1,118 @@
+"""An incident: a step that was refused, with its evidence. The fields are those of `incident.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from .files import plain
+
+SCHEMA = 1
+
+
+@dataclass
+class Trigger:
+    guard: str
+    signal: str
+    value: Any
+
+
+@dataclass
+class Outcome:
+    action: str
+    reasons: list[str]
+
+
+@dataclass
+class Origin:
+    """The first bad operation. Empty fields were not found out; `phase` is then `unknown`."""
+
+    phase: str = "unknown"
+    op: str | None = None
+    name: str | None = None
+    module: str | None = None
+    module_type: str | None = None
+    file: str | None = None
+    line: int | None = None
+    code: str | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Cause:
+    label: str = "unknown"
+    explanation: str = "the step was not investigated"
+
+
+@dataclass
+class Remedy:
+    name: str
+    finite: bool
+    loss: float | None = None
+    detail: str = ""
+
+
+@dataclass
+class Replay:
+    reproduced: bool | None = None
+    deterministic: bool | None = None
+
+
+@dataclass
+class Incident:
+    step: int
+    """Index of the attempted step, from 0: `result.losses[step]` is its loss."""
+    time: str
+    trigger: Trigger
+    decision: Outcome
+    rank: int = 0
+    origin: Origin = field(default_factory=Origin)
+    cause: Cause = field(default_factory=Cause)
+    samples: list[int] = field(default_factory=list)
+    propagation: list[str] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
+    fix: str = ""
+    replay: Replay = field(default_factory=Replay)
+    schema: int = SCHEMA
+    path: str | None = None
+    """Directory of the bundle on disk, relative to the run directory; None when none was written."""
+
+    @property
+    def id(self) -> str:
+        return f"step-{self.step:06d}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in `incident.json`: JSON types only, non-finite numbers as strings."""
+        fields = dataclasses.asdict(self)
+        del fields["path"]
+        result: dict[str, Any] = plain({"schema": fields.pop("schema"), "id": self.id, **fields})
+        return result
+
+    def headline(self) -> str:
+        return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
+
+    def render(self) -> str:
+        """A short block for a terminal."""
+        lines = [
+            f"INCIDENT at step {self.step}",
+            f"  caught by  {self.trigger.guard} ({self.trigger.signal} = {_short(self.trigger.value)})",
+            *(f"  {'because' if i == 0 else '':9}  {reason}" for i, reason in enumerate(self.decision.reasons)),
+            f"  done       {CONSEQUENCE[self.decision.action]}",
+        ]
+        if self.path:
+            lines.append(f"  kept       {self.path}: its batch and random state")
+        return "\n".join(lines)
+
+
+CONSEQUENCE = {
+    "commit": "bad micro-batches left out, the rest of the window committed",
+    "skip": "step refused: weights, optimizer, buffers and schedule are as before it; training goes on",
+    "rollback": "training state rolled back",
+    "stop": "run stopped; nothing of this step was applied",
+}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,60 @@
+"""The numbers of a step on the device, packed so that they reach the host in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Measurement:
+    """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
+
+    def __init__(
+        self,
+        losses: Sequence[Tensor],
+        grad_norm: Tensor,
+        loss_scale: Tensor | None,
+        signals: Mapping[str, Tensor],
+        metrics: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.grad_norm = grad_norm
+        self.num_losses = len(losses)
+        self._signal_names = list(signals)
+        self._has_scale = loss_scale is not None
+        self._metrics = [(name, value) for each in metrics for name, value in each.items()]
+        on_device = [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
+        scale = [] if loss_scale is None else [loss_scale]
+        self.vector = _pack([*losses, grad_norm, *scale, *signals.values(), *on_device], grad_norm.device)
+
+    def losses_and_norm(self) -> Tensor:
+        """The numbers that must be finite for the step to be applied; their sum is finite only if each is."""
+        return self.vector[: self.num_losses + 1]
+
+    def unpack(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """The vector's numbers under the names that `StepView` gives them."""
+        values = iter(numbers)
+        micro_losses = tuple(next(values) for _ in range(self.num_losses))
+        return {
+            "loss": sum(micro_losses) / self.num_losses,
+            "micro_losses": micro_losses,
+            "grad_norm": next(values),
+            "loss_scale": next(values) if self._has_scale else 1.0,
+            "signals": {name: next(values) for name in self._signal_names},
+            "metrics": self._mean_metrics([next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]),
+        }
+
+    def _mean_metrics(self, values: Sequence[float]) -> dict[str, float]:
+        by_name: dict[str, list[float]] = {}
+        for (name, _), value in zip(self._metrics, values, strict=True):
+            by_name.setdefault(name, []).append(value)
+        return {name: sum(each) / len(each) for name, each in by_name.items()}
+
+
+def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if all(t.dtype == torch.float32 and t.device == device for t in tensors):
+        return torch.stack(list(tensors))
+    widest = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([t.to(device, widest) for t in tensors])

@@ -1,0 +1,63 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .incident import Incident
+
+
+@dataclass
+class FitResult:
+    status: str = "running"
+    """`done`, `stopped` (by a guard), `interrupted` (by a signal), or `error` (an exception in user code)."""
+    steps: int = 0
+    """Committed optimizer steps."""
+    skipped: int = 0
+    """Attempted steps that were not committed, fp16 scaler overflows included."""
+    rollbacks: int = 0
+    overflows: int = 0
+    """fp16: steps that the loss scaler skipped; normal while it searches its scale, so not incidents."""
+    epochs: int = 0
+    """Complete passes over the training data."""
+    incidents: list[Incident] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """One per attempted step, NaN included."""
+    final_loss: float = math.nan
+    """Loss of the last committed step."""
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    """Each evaluation's metrics, with its `step`."""
+    best: dict[str, float] | None = None
+    """The evaluation with the best monitored metric; NaN never wins."""
+    seconds: float = 0.0
+    run_dir: Path | None = None
+
+    @property
+    def attempted(self) -> int:
+        return len(self.losses)
+
+    @property
+    def healthy(self) -> bool:
+        """The run came to its end and no step was refused."""
+        return self.status == "done" and not self.incidents
+
+    def summary(self) -> dict[str, Any]:
+        """As in `summary.json`."""
+        return {
+            "status": self.status,
+            "healthy": self.healthy,
+            "steps": self.steps,
+            "attempted": self.attempted,
+            "skipped": self.skipped,
+            "rollbacks": self.rollbacks,
+            "overflows": self.overflows,
+            "epochs": self.epochs,
+            "final_loss": self.final_loss,
+            "best": self.best,
+            "seconds": round(self.seconds, 3),
+            "incidents": [i.to_dict() for i in self.incidents],
+            "run_dir": None if self.run_dir is None else str(self.run_dir),
+        }

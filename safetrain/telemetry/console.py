@@ -1,0 +1,75 @@
+"""Lines for a person watching: progress, incidents, and a summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+
+from ..files import plain
+from ..incident import Incident
+from ..result import FitResult
+from .sink import Sink, StepRecord
+
+
+class Console(Sink):
+    """Colours on a terminal, plain lines without control codes elsewhere."""
+
+    def __init__(self, log_every: int, plain_text: bool = False) -> None:
+        self._out = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, no_color=plain_text or None)
+        self._log_every = log_every
+        self._since = time.perf_counter()
+        self._steps_since = 0
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._out.print(escape(text), style=style)
+
+    def started(self, about: Mapping[str, object]) -> None:
+        self._say(
+            f"{about['name']}: {about['parameters']:,} parameters on {about['device']}, {about['precision']}; "
+            f"guards: {', '.join(about['guards']) or 'none'}",  # type: ignore[arg-type]
+            "bold",
+        )
+        self._say(f"run directory: {about['run_dir']}")
+        self._since = time.perf_counter()
+
+    def stepped(self, record: StepRecord) -> None:
+        self._steps_since += 1
+        if record.view.step % self._log_every:
+            return
+        now = time.perf_counter()
+        rate = self._steps_since / max(now - self._since, 1e-9)
+        self._since, self._steps_since = now, 0
+        view, scale = record.view, record.decision.lr_scale
+        parts = [
+            f"step {view.step:>6}",
+            f"loss {view.loss:<9.5g}",
+            f"grad {view.grad_norm:<8.3g}",
+            f"lr {view.lr * scale:<8.2e}",
+            f"{rate:>7.1f} steps/s",
+        ]
+        if scale != 1.0:
+            parts.append(f"(backed off: lr x {scale:.3g})")
+        if record.outcome != "commit":
+            parts.append(f"[{record.outcome}]")
+        self._say("  ".join(parts))
+
+    def incident(self, incident: Incident) -> None:
+        self._say(incident.render(), "yellow" if incident.decision.action in ("skip", "commit") else "bold red")
+
+    def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
+        shown = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if name != "step")
+        self._say(f"eval at step {int(metrics['step'])}:  {shown}{'  (best)' if is_best else ''}", "cyan")
+
+    def finished(self, result: FitResult) -> None:
+        style = {"done": "green"}.get(result.status, "bold red")
+        numbers = f"{result.steps} steps committed, {result.skipped} skipped"
+        if result.overflows:
+            numbers += f" ({result.overflows} of them fp16 scaler overflows)"
+        self._say(f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {result.seconds:.1f} s", style)
+        if result.incidents:
+            steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
+            self._say(f"incidents: {len(result.incidents)} (at step {steps}); see {plain(result.run_dir)}/incidents")

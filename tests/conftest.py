@@ -1,0 +1,30 @@
+"""What every test starts from: one thread, known random numbers, and no setting left over from the test before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def known_state() -> Iterator[None]:
+    torch.set_num_threads(1)  # small tensors, and results that do not depend on the number of cores
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    leaks = {
+        "deterministic algorithms are still on": torch.are_deterministic_algorithms_enabled(),
+        "anomaly detection is still on": torch.is_anomaly_enabled(),
+        "gradients are still off": not torch.is_grad_enabled(),
+        "the default dtype is changed": torch.get_default_dtype() != torch.float32,
+    }
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    assert not any(leaks.values()), "; ".join(what for what, leaked in leaks.items() if leaked)

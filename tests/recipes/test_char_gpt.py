@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 32
+
+
+def load_recipe(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recipe = load_recipe(ROOT / "recipes" / "char_gpt.py")
+
+
+class Lookup(nn.Module):
+    """Logits that depend on the current token only, so that a reference is easy to compute by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(recipe.VOCAB_SIZE, recipe.VOCAB_SIZE))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens]
+
+
+def documents(*indices: int, **options: object) -> dict[str, torch.Tensor]:
+    data = recipe.Documents("train", CONTEXT, 100, **options)
+    return {"tokens": torch.stack([data[i]["tokens"] for i in indices])}
+
+
+def test_text_becomes_tokens_within_the_vocabulary():
+    assert recipe.encode(" ~") == [1, recipe.VOCAB_SIZE - 1]
+    assert recipe.encode("é\n") == recipe.encode("??")
+
+
+def test_documents_are_padded_at_the_end():
+    data = recipe.Documents("train", CONTEXT, 500)
+    assert len(data) == 500
+    for i in range(len(data)):
+        tokens = data[i]["tokens"]
+        num_real = len(data.texts[i])
+        assert tokens.shape == (CONTEXT + 1,)
+        assert tokens.dtype == torch.long
+        assert 2 <= num_real <= CONTEXT + 1  # at least one character to predict
+        assert tokens.max() < recipe.VOCAB_SIZE
+        assert (tokens[:num_real] != recipe.PAD).all()
+        assert (tokens[num_real:] == recipe.PAD).all()
+
+
+def test_splits_share_no_topic_and_together_hold_every_topic():
+    train, evaluation = recipe.split_topics("train"), recipe.split_topics("eval")
+    assert not set(train) & set(evaluation)
+    assert set(train) | set(evaluation) == set(recipe.topics)
+
+
+def test_the_same_arguments_give_the_same_documents():
+    assert recipe.Documents("eval", CONTEXT, 50).texts == recipe.Documents("eval", CONTEXT, 50).texts
+
+
+@pytest.mark.parametrize(("split", "num_documents"), [("test", 10), ("eval", 10**9)])
+def test_impossible_data_is_refused(split: str, num_documents: int):
+    with pytest.raises(ValueError, match=r"split"):
+        recipe.Documents(split, CONTEXT, num_documents)
+
+
+def test_model_gives_logits_for_every_position():
+    model = recipe.CharGPT(context=CONTEXT)
+    assert model(torch.zeros(3, CONTEXT, dtype=torch.long)).shape == (3, CONTEXT, recipe.VOCAB_SIZE)
+    assert model(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, recipe.VOCAB_SIZE)
+    assert 100_000 < sum(p.numel() for p in model.parameters()) < 130_000
+
+
+def test_model_does_not_look_ahead():
+    model = recipe.CharGPT(context=CONTEXT).eval()
+    tokens = torch.randint(1, recipe.VOCAB_SIZE, (1, CONTEXT))
+    changed = tokens.clone()
+    changed[0, 20:] = 1
+    torch.testing.assert_close(model(tokens)[0, :20], model(changed)[0, :20])
+    assert not torch.equal(model(tokens)[0, 20:], model(changed)[0, 20:])
+
+
+def test_dropout_acts_in_training_only():
+    model = recipe.CharGPT(context=CONTEXT, dropout=0.5)
+    tokens = torch.randint(1, recipe.VOCAB_SIZE, (1, CONTEXT))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    torch.testing.assert_close(model(tokens), model(tokens))
+
+
+def test_loss_is_the_mean_over_documents_of_the_mean_over_characters():
+    model, batch = Lookup(), documents(*range(40))
+    log_p = model.table.detach().log_softmax(-1)
+    per_document = []
+    for tokens in batch["tokens"].tolist():
+        real = [t for t in tokens if t != recipe.PAD]
+        per_document.append([-log_p[a, b].item() for a, b in itertools.pairwise(real)])
+    characters = [nll for document in per_document for nll in document]
+
+    output = recipe.document_loss(model, batch)
+
+    assert len({len(document) for document in per_document}) > 1  # otherwise the two means could not be told apart
+    expected = sum(sum(document) / len(document) for document in per_document) / len(per_document)
+    assert output["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert output["bits_per_char"].item() == pytest.approx(sum(characters) / len(characters) / math.log(2), rel=1e-5)
+    assert not output["bits_per_char"].requires_grad
+
+
+def test_a_new_model_guesses_uniformly():
+    model = recipe.CharGPT(context=CONTEXT)
+    loss = recipe.document_loss(model, documents(*range(32)))["loss"].item()
+    assert loss == pytest.approx(math.log(recipe.VOCAB_SIZE), abs=0.5)
+
+
+def test_an_empty_document_is_nan_and_no_other_is():
+    model = Lookup()
+    rows = [documents(i, empty_documents=[5]) for i in range(4, 8)]
+    finite = [bool(recipe.document_loss(model, row)["loss"].isfinite()) for row in rows]
+    assert finite == [True, False, True, True]
+
+
+def test_an_empty_document_ruins_the_gradient_of_its_batch():
+    model = recipe.CharGPT(context=CONTEXT)
+    loss = recipe.document_loss(model, documents(4, 5, 6, empty_documents=[5]))["loss"]
+    loss.backward()
+    assert loss.isnan()
+    assert all(p.grad.isnan().any() for p in model.parameters())
