@@ -1,0 +1,93 @@
+"""`safetrain fit`: train what a config describes."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import ConfigError, SafetrainError
+from .flags import config_arguments
+from .main import EXIT_INCIDENTS, EXIT_USER_EXCEPTION
+
+if TYPE_CHECKING:
+    from ..config import Config, LoadedConfig
+    from ..result import FitResult
+    from ..trainer import SafeTrainer
+
+
+@click.command()
+@config_arguments
+@click.option("--out", metavar="DIR", type=click.Path(file_okay=False), help="Run directory; must not hold a run yet.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
+@click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
+def command(loaded: LoadedConfig, out: str | None, quiet: bool, json_lines: bool, strict: bool) -> int:
+    """Train what CONFIG, a file or a recipe's name, describes.
+
+    \b
+    Examples:
+      safetrain fit quickstart
+      safetrain fit my.yaml --out runs/first --seed 1
+      safetrain fit my.yaml optimizer.lr=1e-4 'data.train.sizes=[1,2]'
+      safetrain fit my.yaml guards.clip.mode=norm ~guards.backoff
+
+    \b
+    Exit codes:
+      0 done   1 exception in your code   2 usage or config   4 stopped by a guard
+      5 incidents under --strict          130, 143 interrupted
+    """
+    if quiet and json_lines:
+        raise click.UsageError("--quiet and --json exclude each other")
+    # Exceptions are handled here and not by click, which would take an EOFError of a data set for Ctrl-D.
+    progress = Progress()
+    try:
+        result = progress.train(loaded.config, out)
+    except (KeyboardInterrupt, SafetrainError):
+        raise
+    except Exception:
+        traceback.print_exc()
+        click.echo(f"\nsafetrain: the exception above was raised {progress.stage}", err=True)
+        return EXIT_USER_EXCEPTION
+    return EXIT_INCIDENTS if strict and result.incidents else 0
+
+
+class Progress:
+    """Runs the stages of a training, and knows which one it is at."""
+
+    def __init__(self) -> None:
+        self._stage = "while torch was imported"
+        self.trainer: SafeTrainer | None = None
+
+    @property
+    def stage(self) -> str:
+        """For the end of a sentence that begins with `raised`."""
+        if self.trainer is None:
+            return self._stage
+        try:
+            return f"while training, at step {self.trainer.step}"
+        except SafetrainError:  # no run yet
+            return "before the first step"
+
+    def train(self, config: Config, out: str | None) -> FitResult:
+        from ..trainer import SafeTrainer
+
+        self._stage = "while the trainer's own module was imported"
+        cls = _trainer_class(config, SafeTrainer)
+        self._stage = "while the model, the data and the optimizer were built"
+        self.trainer = cls(config=config, run_dir=out)
+        return self.trainer.fit()
+
+
+def _trainer_class(config: Config, base: type[SafeTrainer]) -> type[SafeTrainer]:
+    if config.trainer is None:
+        return base
+    from ..config import import_target
+
+    target: str = config.trainer["_target_"]
+    cls: Any = import_target(target)
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise ConfigError(f"trainer._target_: {target} is not a SafeTrainer; derive it from safetrain.SafeTrainer")
+    return cls

@@ -1,0 +1,106 @@
+"""The program `safetrain`: finds the command, runs it, and turns what it raises into an exit code.
+
+0 done    1 exception in user code    2 usage or config    4 stopped by a guard    5 incidents under --strict
+128 + n   ended by signal n (130 for Ctrl-C), with the state saved
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from .. import __version__
+from ..errors import Interrupted, SafetrainError, TrainingStopped
+
+EXIT_USER_EXCEPTION = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 4
+EXIT_INCIDENTS = 5
+
+# Help is written here as well, because asking the commands for it would import them all.
+COMMANDS = {
+    "fit": "Train.",
+    "config": "Show, check or document a config.",
+    "explain": "Print the loop with the guards plugged into it.",
+    "env": "Print versions and devices, for a bug report.",
+}
+
+
+class LazyCommands(click.Group):
+    """Imports a command when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f".{cmd_name}", __package__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f", did you mean '{close[0]}'?" if close else f"; commands: {', '.join(COMMANDS)}"
+            ctx.fail(f"no command '{args[0]}'{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", message="safetrain %(version)s")
+def program() -> None:
+    """A PyTorch training loop that cannot be silently ruined.
+
+    \b
+    Examples:
+      safetrain fit quickstart                       train a recipe
+      safetrain fit my.yaml optimizer.lr=1e-4        train your own, with a change
+      safetrain explain my.yaml                      see the loop with its guards
+      safetrain config validate my.yaml              find every mistake, in a moment
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the program and exit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = any(argument in ("-v", "--verbose") for argument in arguments)
+    sys.exit(run(arguments, verbose))
+
+
+def run(arguments: list[str], verbose: bool = False) -> int:
+    """Run the program; returns its exit code."""
+    try:
+        code = program.main(arguments, prog_name="safetrain", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except SafetrainError as error:
+        if verbose:
+            traceback.print_exc()
+        else:
+            click.echo(str(error), err=True)
+        return exit_code(error)
+
+
+def exit_code(error: SafetrainError) -> int:
+    if isinstance(error, TrainingStopped):
+        return EXIT_STOPPED
+    return 128 + error.signum if isinstance(error, Interrupted) else EXIT_USAGE

@@ -1,0 +1,260 @@
+"""The commands that need no torch: output, exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import safetrain
+from safetrain.cli.main import COMMANDS, run
+from safetrain.config import load_config
+
+ROOT = Path(safetrain.__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def err(capsys: pytest.CaptureFixture[str], *arguments: str, verbose: bool = False) -> str:
+    assert run(list(arguments), verbose) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+# --- nothing heavy -----------------------------------------------------------------------------------------------
+
+
+def child(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["fit", "--help"], ["config", "show", "quickstart"], ["config", "validate", "quickstart"],
+     ["config", "schema", "quickstart"], ["config", "schema", "--json"], ["explain", "quickstart"]],
+)  # fmt: skip
+def test_torch_is_not_imported(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from safetrain.cli.main import run
+assert run({arguments!r}) == 0
+heavy = {{"torch", "accelerate", "tensorboard", "numpy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    child(code)
+
+
+def test_help_imports_neither_the_commands_nor_the_config() -> None:
+    code = """
+import sys
+from safetrain.cli.main import run
+run(["--help"])
+heavy = {"omegaconf", "yaml", "rich", "safetrain.config", "safetrain.cli.fit", "safetrain.guards"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    child(code)
+
+
+def test_importing_the_config_does_not_import_torch() -> None:
+    child("import sys, safetrain, safetrain.config; assert not {'torch', 'accelerate'} & set(sys.modules)")
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """CPU time of a child process, the smallest of several."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return min(once() for _ in range(5))
+
+
+def test_help_costs_little_more_than_click_and_validation_little_more_than_omegaconf() -> None:
+    assert cpu_seconds("-m", "safetrain", "--help") < 2.5 * cpu_seconds("-c", "import click")
+    assert cpu_seconds("-m", "safetrain", "config", "validate", "quickstart") < 4 * cpu_seconds(
+        "-c", "import omegaconf"
+    )
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+def test_python_m_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "safetrain", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"safetrain {safetrain.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "path", [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "validate"], ["config", "schema"]]
+)
+def test_every_help_has_examples(path: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, *path, "--help")
+    assert "Examples:" in text
+    assert " ".join(["safetrain", *path]) in text.partition("Examples:")[2]
+
+
+def test_every_command_is_listed_with_the_help_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "--help")
+    for name, summary in COMMANDS.items():
+        assert f"  {name} " in text
+        assert summary in text
+
+
+def test_usage_mistakes_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no command 'fti', did you mean 'fit'?" in err(capsys, "fti")
+    assert "No such option" in err(capsys, "fit", "x.yaml", "--sed", "1")
+    assert "Missing argument 'CONFIG'" in err(capsys, "config", "validate")
+
+
+# --- config ------------------------------------------------------------------------------------------------------
+
+
+def test_show_prints_yaml_that_loads_again(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "config", "show", "quickstart", "optimizer.lr=0.5", "~guards.clip", "--seed", "7")
+    Path("saved.yaml").write_text(text)
+    assert load_config("saved.yaml") == load_config("quickstart", ["optimizer.lr=0.5", "~guards.clip", "seed=7"])
+
+
+def test_show_with_origins_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text("loop:\n  max_steps: 3\n")
+    text = out(
+        capsys,
+        "config",
+        "show",
+        "a.yaml",
+        "data.batch_size=2",
+        "--seed",
+        "7",
+        "--precision",
+        "bf16",
+        "--device",
+        "cpu",
+        "--origin",
+    )
+    for line in (
+        "  max_steps: 3  # a.yaml:2", "  batch_size: 2  # override", "seed: 7  # --seed", "  precision: bf16  # --precision",
+        "  device: cpu  # --device", "  log_every: 10  # default",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    assert "Stop after this many" not in text
+    assert "# Stop after this many committed optimizer steps." in out(capsys, "config", "show", "a.yaml", "--docs")
+
+
+def test_show_json_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text("model: {_target_: builtins.dict, x: .inf, y: .nan}\n")
+    data = json.loads(out(capsys, "config", "show", "a.yaml", "--json"), parse_constant=pytest.fail)
+    assert data["model"] == {"_target_": "builtins.dict", "x": "inf", "y": "nan"}
+    assert "excludes" in err(capsys, "config", "show", "a.yaml", "--json", "--docs")
+
+
+def test_an_explicit_override_wins_over_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "config", "show", "quickstart", "--fast-dev-run", "loop.log_every=3")
+    loop = yaml.safe_load(text)["loop"]
+    assert (loop["max_steps"], loop["max_epochs"], loop["log_every"]) == (5, None, 3)
+
+
+def test_validate_says_ok_or_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("good.yaml").write_text("loop: {max_steps: 3}\n")
+    assert out(capsys, "config", "validate", "good.yaml").startswith("ok: ")
+    Path("bad.yaml").write_text("loop: {max_stepz: 3}\nseed: -1\n")
+    text = err(capsys, "config", "validate", "bad.yaml", "~nothing", "--precision", "no")
+    for part in (
+        "4 problems",
+        "bad.yaml:1: loop.max_stepz",
+        "bad.yaml:2: seed",
+        "override '~nothing'",
+        "--precision no: loop.precision",
+    ):
+        assert part in text
+    assert "Traceback" not in text
+    assert "Traceback" in err(capsys, "config", "validate", "bad.yaml", verbose=True)
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "max_steps: an integer ≥ 1 or null" in out(capsys, "config", "schema")
+    assert "torch.optim.AdamW(params, lr=" in out(capsys, "config", "schema", "quickstart")
+    assert json.loads(out(capsys, "config", "schema", "--json"))["title"] == "safetrain config"
+
+
+# --- explain and env ---------------------------------------------------------------------------------------------
+
+
+def test_explain_draws_the_loop_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "explain", "quickstart")
+    marks = ["● begin", "● data", "● forward/backward", "● measure", "● judge", "├─ refused", "● commit", "● learn"]
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
+def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "explain", "quickstart", "guards.clip.mode=norm", "~guards.backoff")
+
+    def at(stage: str) -> str:
+        return text.partition(f"● {stage}")[2].partition("\n●")[0].partition("\n\n")[0]
+
+    assert "finite adds its own numbers" in at("measure")
+    assert "clip bounds the gradient" in at("measure")
+    assert "finite gives a verdict" in at("judge")
+    assert "clip updates its baseline" in at("learn")
+    assert "finite" not in at("learn")
+    assert "mode='norm' (default 'adaptive')" in text
+    assert "max_norm" not in text
+    assert "guards that are off\n  backoff  turned off by override" in text
+    assert "backoff" not in at("judge")
+
+
+def test_explain_tells_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = [
+        "loop.grad_accum=4",
+        "recovery.max_refusals=17",
+        "loop.ema=0.9",
+        "loop.compile=true",
+        "loop.max_epochs=2",
+    ]
+    text = out(capsys, "explain", "quickstart", *changes, "--precision", "bf16", "--device", "cuda:1")
+    for part in ("4 micro-batches", "at most 17 times", "decay 0.9", ", compiled", "or 2 epochs", "in bf16", "cuda:1"):
+        assert part in text
+
+
+def test_explain_names_an_outside_guard_without_importing_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("g.py").write_text("raise RuntimeError\nclass Ceiling:\n    def __init__(self, limit): ...\n")
+    Path("a.yaml").write_text("guards: {ceiling: {_target_: './g.py:Ceiling', limit: 3}}\n")
+    assert "g.py:Ceiling, an outside guard: Ceiling(limit=3)" in out(capsys, "explain", "a.yaml")
+    assert "no guard is on" in out(capsys, "explain", "a.yaml", "guards=null")
+
+
+def test_env_names_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(out(capsys, "env", "--json"))
+    assert facts["safetrain"] == safetrain.__version__
+    for name in (
+        "python",
+        "platform",
+        "torch",
+        "accelerate",
+        "omegaconf",
+        "tensorboard",
+        "numpy",
+        "cpus",
+        "cuda",
+        "devices",
+    ):
+        assert facts[name]
+    text = out(capsys, "env")
+    assert f"torch           {facts['torch']}" in text

@@ -1,0 +1,175 @@
+"""`safetrain fit`: what is trained, what is printed where, and every exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from safetrain.cli.main import run
+from safetrain.config import load_config
+
+PARTS = """
+import os, signal
+import torch
+from safetrain import SafeTrainer
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, bad=(), fail="", size=12):
+        self.bad, self.fail, self.size = set(bad), fail, size
+        if fail == "build":
+            raise KeyError("no such data")
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        if index == 8 and self.fail == "eof":
+            raise EOFError("short file")
+        if index == 8 and self.fail == "ctrl-c":
+            raise KeyboardInterrupt
+        if index == 8 and self.fail == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return torch.full((3,), float("nan") if index in self.bad else 1.0 + index)
+
+def loss(model, batch):
+    return model(batch).pow(2).mean()
+
+class Mine(SafeTrainer):
+    def on_commit(self, view):
+        print("mine", view.step)
+"""
+CONFIG = """
+seed: 0
+model: {_target_: torch.nn.Linear, in_features: 3, out_features: 1}
+loss: {_target_: './parts_for_cli.py:loss'}
+data: {train: {_target_: './parts_for_cli.py:Data'}, batch_size: 2, shuffle: false}
+loop: {max_epochs: 1, log_every: 1, device: cpu}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "parts_for_cli", raising=False)
+    Path("parts_for_cli.py").write_text(PARTS)
+    Path("c.yaml").write_text(CONFIG)
+
+
+def fit(*arguments: str) -> int:
+    return run(["fit", "c.yaml", "--out", "out", *arguments])
+
+
+def test_a_healthy_run_exits_with_0_and_leaves_a_run_directory(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit() == 0
+    captured = capfd.readouterr()
+    assert "loss" in captured.out
+    assert load_config("out/config.yaml") == load_config("c.yaml")
+    assert json.loads(Path("out/summary.json").read_text())["steps"] == 6
+
+
+def test_flags_are_overrides(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("--seed", "5", "--precision", "bf16", "--device", "cpu", "-q", "optimizer.lr=0.5", "~guards.clip") == 0
+    assert capfd.readouterr().out == ""
+    config = load_config("out/config.yaml")
+    assert (config.seed, config.loop.precision, config.loop.device, config.optimizer["lr"]) == (5, "bf16", "cpu", 0.5)
+    assert config.guards["clip"] is None
+    assert config.logging.console == "off"
+
+
+def test_fast_dev_run_is_five_steps() -> None:
+    assert fit("--fast-dev-run", "-q") == 0
+    assert json.loads(Path("out/summary.json").read_text())["steps"] == 5
+
+
+def test_json_prints_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("--json") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len([json.loads(line) for line in lines]) >= 6
+    assert fit("--json", "--quiet") == 2
+
+
+def test_a_trainer_of_ones_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("-q", "trainer._target_=./parts_for_cli.py:Mine") == 0
+    assert capfd.readouterr().out.split() == [
+        "mine",
+        "0",
+        "mine",
+        "1",
+        "mine",
+        "2",
+        "mine",
+        "3",
+        "mine",
+        "4",
+        "mine",
+        "5",
+    ]
+    assert fit("trainer._target_=./parts_for_cli.py:Data") == 2
+    assert "is not a SafeTrainer; derive it" in capfd.readouterr().err
+
+
+def test_an_exception_while_building_exits_with_1_and_hides_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("-q", "data.train.fail=build") == 1
+    text = capfd.readouterr().err
+    assert "Traceback" in text
+    assert "parts_for_cli.py" in text
+    assert "KeyError: 'no such data'" in text
+    assert text.splitlines()[-1].startswith("safetrain: the exception above was raised ")
+
+
+def test_an_exception_while_training_names_the_step_even_if_click_would_take_it_for_ctrl_d(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert fit("-q", "data.train.fail=eof") == 1
+    text = capfd.readouterr().err
+    assert "EOFError: short file" in text
+    assert text.splitlines()[-1] == "safetrain: the exception above was raised while training, at step 4"
+
+
+def test_an_exception_in_the_trainers_module_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("broken_for_cli.py").write_text("class T: ...\n1 / 0\n")
+    assert fit("trainer._target_=./broken_for_cli.py:T") == 1
+    text = capfd.readouterr().err
+    assert "ZeroDivisionError" in text
+    assert "while the trainer's own module was imported" in text
+
+
+def test_config_usage_and_directory_errors_exit_with_2_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("seed=x") == 2
+    assert fit("data.train.size=0") == 2
+    assert fit("-q", "data.train.size=12", "loop.max_epochs=1", "--out", "other") == 0
+    assert fit("-q", "--out", "other") == 2
+    text = capfd.readouterr().err
+    assert "Traceback" not in text
+    assert "override 'seed=x'" in text
+    assert "already holds a run" in text
+
+
+def test_verbose_shows_the_traceback_of_a_config_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["fit", "c.yaml", "seed=x", "-v"], verbose=True) == 2
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_stopped_run_exits_with_4(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("-q", "data.train.bad=[0,1,2,3,4,5]", "recovery.max_refusals=1") == 4
+    text = capfd.readouterr().err
+    assert "max_refusals" in text
+    assert "Traceback" not in text
+
+
+def test_survived_incidents_exit_with_5_only_under_strict() -> None:
+    assert fit("-q", "data.train.bad=[4]", "--out", "a") == 0
+    assert fit("-q", "data.train.bad=[4]", "--out", "b", "--strict") == 5
+    assert fit("-q", "--out", "c", "--strict") == 0
+
+
+def test_interrupts_exit_with_128_plus_the_signal() -> None:
+    assert fit("-q", "data.train.fail=ctrl-c", "--out", "a") == 130
+    handler = signal.getsignal(signal.SIGTERM)
+    assert fit("-q", "data.train.fail=term", "--out", "b") == 143
+    assert signal.getsignal(signal.SIGTERM) == handler
