@@ -60,12 +60,12 @@ class Field:
     def accepted(self) -> str:
         """In words: `an integer ≥ 1 or null`."""
         if self.is_target:
-            return "a _target_ with its arguments" + (" or null" if type(None) in _members(self.type) else "")
+            return "a _target_ with its arguments" + (" or null" if type(None) in members(self.type) else "")
         return describe(self.type, self.bounds, self.choices)
 
     def read(self, value: Any, text: str | None = None) -> Any:
         """The value as this field stores it. `text` is how it was written. Raises Rejected."""
-        if isinstance(value, bool) and bool not in _members(self.type) and self.choices:
+        if isinstance(value, bool) and bool not in members(self.type) and self.choices:
             return self._read_choice_from_bool(value, text)
         try:
             result = _convert(value, text, self.type)
@@ -108,7 +108,7 @@ def describe(hint: Any, bounds: Mapping[str, float] | None = None, choices: tupl
     """What a type accepts, in words."""
     limits = " and ".join(f"{_BOUNDS[name][0]} {limit:g}" for name, limit in (bounds or {}).items())
     words = []
-    for member in _members(hint):
+    for member in members(hint):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is typing.Literal:
             words.append(" or ".join(repr(choice) for choice in args))
@@ -136,17 +136,17 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
 def _convert(value: Any, text: str | None, hint: Any) -> Any:
-    members = _members(hint)
-    if Any in members or type(value) in members:
+    accepted = members(hint)
+    if Any in accepted or type(value) in accepted:
         return value
-    for member in members:
+    for member in accepted:
         try:
             return _convert_to(value, text, member)
         except ValueError:

@@ -14,11 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
+from .fields import fields_of
 from .interpolate import interpolate
 from .merge import Override, apply_overrides, merge
 from .schema import Config
 from .sources import FileReader, find_config
-from .targets import absolute_target
+from .targets import with_absolute_targets
 from .tree import TARGET, Node, Place, Problems, dotted, escape, from_python, leaves, plain, rewrite
 from .validate import complete_guards, validate
 
@@ -56,11 +57,10 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
         if problems:
             raise ConfigError(problems)
         tree = Node({}, defaults.place)
-    tree = merge(defaults, rewrite(tree, _with_absolute_target))
+    tree = merge(defaults, tree)
     tree = apply_overrides(tree, defaults, changes, problems)
     tree = _named_after_file(tree, path)
-    tree = interpolate(tree, problems)
-    tree = rewrite(tree, _with_absolute_target)
+    tree = with_absolute_targets(interpolate(tree, problems))
     guards = tree.value.get("guards")
     tree = dataclasses.replace(tree, value={**tree.value, "guards": complete_guards(guards, defaults)})
     tree = validate(tree, problems)
@@ -100,7 +100,7 @@ def _read(source: Source, problems: Problems) -> tuple[Node | None, Path | None]
         return None, None
     place = Place(kind, kind, Path.cwd())
     # The strings of a Config are final; those of a dict may hold interpolations, as in a file.
-    tree = from_python(data, place, problems, literal=isinstance(data, Config))
+    tree = with_absolute_targets(from_python(data, place, problems, literal=isinstance(data, Config)))
     reader = FileReader(Path.cwd() / kind, problems)
     return (tree if isinstance(data, Config) else reader.extend(tree, Path.cwd(), ())), None
 
@@ -118,14 +118,6 @@ def _parse(overrides: Iterable[str | Override], problems: Problems) -> list[Over
     return parsed
 
 
-def _with_absolute_target(node: Node) -> Node:
-    target = node.get(TARGET)
-    if target is None or not isinstance(target.value, str):
-        return node
-    absolute = dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
-    return dataclasses.replace(node, value={**node.value, TARGET: absolute})
-
-
 def _named_after_file(tree: Node, path: Path | None) -> Node:
     name = tree.get("name")
     if path is None or name is None or name.place.origin != "default":
@@ -137,8 +129,12 @@ def _named_after_file(tree: Node, path: Path | None) -> Node:
 def _typed(tree: Node) -> Config:
     data = plain(rewrite(tree, _escaped))
     guards = data.pop("guards")
+    # The data is complete; a default target below it would leak its arguments into another target.
+    empty: dict[str, Any] = {
+        name: {} for name, field in fields_of(Config).items() if field.is_target and field.default is not None
+    }
     try:
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), data)))
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config(**empty)), data)))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
     config.guards = {name: _typed_guard(name, options) for name, options in guards.items()}

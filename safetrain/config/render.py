@@ -26,7 +26,7 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None, docs: bool
     `origins` puts where each value came from behind it, `docs` puts what each field does above it.
     """
     lines = _mapping(_escaped(to_dict(config)), (), Config, origins, docs)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _mapping(
@@ -84,7 +84,13 @@ def _float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
+def _str(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # Between single quotes, exotic line breaks such as \x85 would be read as spaces.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
+
+
 _Dumper.add_representer(float, _float)
+_Dumper.add_representer(str, _str)
 
 
 def _flow(value: Any) -> str:

@@ -116,7 +116,7 @@ def attribute(module: Module, name: str, hops: int = 0) -> Module | Found:
     """What `name` refers to at the top level of a module."""
     if hops > MAX_HOPS:
         raise Unclear
-    table = _bindings(module.path, module.path.stat().st_mtime_ns if module.path.is_file() else 0)
+    table = _bindings(module.path, _version(module.path))
     if name in table.names:
         return _follow(module, name, table.names[name], hops)
     unclear = table.dynamic
@@ -146,32 +146,37 @@ def _follow(module: Module, name: str, nodes: list[ast.stmt], hops: int) -> Modu
         original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
         source = _imported_module(module, node.level, node.module)
         if source.path == module.path and original == name:  # `from package import submodule` inside the package itself
-            submodule = _submodule(source, name)
-            if submodule is None:
-                raise Unclear
-            return submodule
+            return _walk_modules(source, [name])
         try:
             return attribute(source, original, hops + 1)
         except NotDefined:
-            raise Unclear from None  # an import that works at run time in a way we do not see
+            raise Unclear from None  # may work at run time all the same
     if isinstance(node, ast.Import):
         alias = next(a for a in node.names if (a.asname or a.name.split(".")[0]) == name)
         parts = alias.name.split(".") if alias.asname else alias.name.split(".")[:1]
-        return _walk_modules(_top_level(parts[0], module.beside()), parts[1:])
+        return _import(module, parts)
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
         return attribute(module, node.value.id, hops + 1)
     raise Unclear
 
 
 def _imported_module(module: Module, level: int, name: str | None) -> Module:
-    parts = (name or "").split(".") if name else []
+    parts = name.split(".") if name else []
     if level == 0:
-        return _walk_modules(_top_level(parts[0], module.beside()), parts[1:])
+        return _import(module, parts)
     package = module.package.split(".") if module.package else []
     if level - 1 >= len(package):
         raise Unclear
     start = package[: len(package) - (level - 1)]
-    return _walk_modules(_top_level(start[0]), [*start[1:], *parts])
+    return _import(module, [*start, *parts])
+
+
+def _import(module: Module, names: list[str]) -> Module:
+    """The module that `import names[0].names[1]…` in a module refers to."""
+    try:
+        return _walk_modules(_top_level(names[0], module.beside()), names[1:])
+    except NotDefined:
+        raise Unclear from None  # the import may work at run time in a way the source does not show
 
 
 def _walk_modules(module: Module, names: list[str]) -> Module:
@@ -193,10 +198,18 @@ class _Bindings:
     """Names may also come about in ways that only running the file shows."""
 
 
+def _version(path: Path) -> tuple[int, int] | None:
+    """Changes when the file does; None when there is no file, as for a namespace package."""
+    if not path.is_file():
+        return None
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size
+
+
 @functools.lru_cache(maxsize=256)
-def _bindings(path: Path, modified: int) -> _Bindings:
+def _bindings(path: Path, version: tuple[int, int] | None) -> _Bindings:
     try:
-        tree = ast.parse(path.read_bytes()) if modified else ast.Module([], [])  # a namespace package has no file
+        tree = ast.parse(path.read_bytes()) if version is not None else ast.Module([], [])
     except (SyntaxError, ValueError, OSError):
         raise Unclear from None
     names: dict[str, list[ast.stmt]] = {}

@@ -28,9 +28,11 @@ from .resolve import (
 )
 
 _HARMLESS_DECORATORS = {
-    "staticmethod", "classmethod", "no_grad", "inference_mode", "cache", "lru_cache", "final", "override", "abstractmethod",
-    "runtime_checkable", "total_ordering", "typing_extensions.deprecated", "deprecated",
-}  # fmt: skip
+    *("staticmethod", "classmethod", "abstractmethod", "final", "override", "deprecated", "runtime_checkable"),
+    *("total_ordering", "cache", "lru_cache", "no_grad", "inference_mode"),
+}
+_HARMLESS_DATACLASS = {"frozen", "slots", "eq", "order", "repr", "kw_only", "unsafe_hash"}
+_HARMLESS_FIELD = {"default", "default_factory", "metadata", "repr", "compare", "hash", "kw_only"}
 _BASES_WITHOUT_INIT = {"object", "ABC", "Generic", "Protocol"}
 
 
@@ -76,7 +78,7 @@ def _class_signature(module: Module, cls: ast.ClassDef, hops: int) -> Signature 
     if constructor is not None:
         return _function_signature(constructor, in_class=True)
     if "dataclass" in decorators:
-        return _dataclass_signature(module, cls, hops)
+        return _dataclass_signature(module, cls)
     for base in _base_classes(module, cls):
         signature = _class_signature(base.module, _as_class(base), hops + 1)
         if signature is not None:
@@ -120,46 +122,66 @@ def _function_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: 
         raise Unclear
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    num_required = len(positional) - len(arguments.defaults)
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     parameters = []
-    for index, argument in enumerate(positional):
+    for index, (argument, default) in enumerate(zip(positional, defaults, strict=True)):
         only = index < len(arguments.posonlyargs)
         kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(_parameter(argument.arg, kind, index >= num_required))
+        parameters.append(_parameter(argument.arg, kind, default))
     if in_class and "staticmethod" not in decorators:
         parameters = parameters[1:]
     if arguments.vararg:
         parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters.append(_parameter(argument.arg, Parameter.KEYWORD_ONLY, default is not None))
+        parameters.append(_parameter(argument.arg, Parameter.KEYWORD_ONLY, default))
     if arguments.kwarg:
         parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
     return Signature(parameters)
 
 
-def _dataclass_signature(module: Module, cls: ast.ClassDef, hops: int) -> Signature:
-    if any(isinstance(decorator, ast.Call) and decorator.keywords for decorator in cls.decorator_list):
+def _dataclass_signature(module: Module, cls: ast.ClassDef) -> Signature:
+    return Signature(list(_dataclass_parameters(module, cls, 0).values()))
+
+
+def _dataclass_parameters(module: Module, cls: ast.ClassDef, hops: int) -> dict[str, Parameter]:
+    """The fields by name: keyword-only, because a config gives keywords and then their order does not matter."""
+    if hops > MAX_HOPS:
         raise Unclear
     parameters: dict[str, Parameter] = {}
     for base in reversed(_base_classes(module, cls)):
-        inherited = _class_signature(base.module, _as_class(base), hops + 1)
-        parameters.update({} if inherited is None else inherited.parameters)
+        parameters.update(_dataclass_parameters(base.module, _as_class(base), hops + 1))
+    decorator = next((d for d in cls.decorator_list if last_word(d) == "dataclass"), None)
+    if decorator is None:  # its own annotations are no fields
+        return parameters
+    if isinstance(decorator, ast.Call) and not {keyword.arg for keyword in decorator.keywords} <= _HARMLESS_DATACLASS:
+        raise Unclear
     for item in cls.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
-        if "ClassVar" in ast.unparse(item.annotation):
-            continue
-        if isinstance(item.value, ast.Call) or "KW_ONLY" in ast.unparse(item.annotation):
-            keywords = {keyword.arg for keyword in item.value.keywords} if isinstance(item.value, ast.Call) else set()
-            if not keywords <= {"default", "default_factory", "metadata", "repr", "compare"} or not keywords:
-                raise Unclear
-            has_default = bool(keywords & {"default", "default_factory"})
-        else:
-            has_default = item.value is not None
-        # Keyword-only, because a config gives keywords and then the order of fields does not matter.
-        parameters[item.target.id] = _parameter(item.target.id, Parameter.KEYWORD_ONLY, has_default)
-    return Signature(list(parameters.values()))
+        annotation = ast.unparse(item.annotation)
+        if "KW_ONLY" in annotation or "InitVar" in annotation:
+            raise Unclear
+        if "ClassVar" not in annotation:
+            name = item.target.id
+            parameters[name] = _parameter(name, Parameter.KEYWORD_ONLY, _field_default(item.value))
+    return parameters
 
 
-def _parameter(name: str, kind: Any, has_default: bool) -> Parameter:
-    return Parameter(name, kind, default=... if has_default else Parameter.empty)
+def _field_default(value: ast.expr | None) -> ast.expr | None:
+    if not isinstance(value, ast.Call):
+        return value
+    keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+    if last_word(value) != "field" or value.args or not keywords.keys() <= _HARMLESS_FIELD:
+        raise Unclear
+    return keywords.get("default", keywords.get("default_factory"))
+
+
+class _Written(str):
+    """A default as its source spells it."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _parameter(name: str, kind: Any, default: ast.expr | None) -> Parameter:
+    return Parameter(name, kind, default=Parameter.empty if default is None else _Written(ast.unparse(default)))

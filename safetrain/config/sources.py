@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from .merge import merge
+from .targets import with_absolute_targets
 from .tree import Node, Place, Problems, YamlError, from_yaml
 
 EXTENDS = "extends"
@@ -65,6 +66,12 @@ class FileReader:
             message = f"the file must hold sections such as 'model:' and 'loop:', not a {_kind(node)}"
             self.problems.add(node.place, (), message)
             return None
+        guards = node.get("guards")
+        if guards is not None and guards.value is None and guards.text == "":
+            message = (
+                "nothing after the colon; write 'null' to turn every guard off, or delete the line for the defaults"
+            )
+            self.problems.add(guards.place, ("guards",), message)
         return self.extend(node, path.parent, (*chain, path))
 
     def extend(self, node: Node, directory: Path, chain: tuple[Path, ...]) -> Node:
@@ -75,8 +82,7 @@ class FileReader:
             parent = self._extended(name, directory, chain)
             if parent is not None:
                 result = parent if result is None else merge(result, parent)
-        child = Node(own, node.place)
-        return child if result is None else merge(result, child)
+        return merge(Node({}, node.place) if result is None else result, Node(own, node.place))
 
     def _parents(self, extends: Node | None) -> list[Node]:
         if extends is None or extends.value is None:
@@ -106,9 +112,10 @@ class FileReader:
         origin = os.path.relpath(path, self.main.parent)
         try:
             text = path.read_text(encoding="utf-8")
-            return from_yaml(
+            node = from_yaml(
                 text, lambda line: Place(f"{label}:{line}", f"{origin}:{line}", path.parent), self.problems
             )
+            return None if node is None else with_absolute_targets(node)
         except YamlError as error:
             where = label if error.line is None else f"{label}:{error.line}:{error.column}"
             self.problems.append(f"{where}: {error}")

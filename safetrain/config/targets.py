@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -21,7 +22,7 @@ from .fields import show
 from .resolve import NotDefined
 from .signatures import Definition, find_definition
 from .spelling import suggest
-from .tree import BROKEN, TARGET, KeyPath, Node, Problems
+from .tree import BROKEN, TARGET, KeyPath, Node, Problems, rewrite
 
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _DOTTED = re.compile(rf"{_NAME}\.[^\W\d]\w*")
@@ -47,6 +48,19 @@ def absolute_target(target: str, directory: Path) -> str:
     if match is None:
         return target
     return f"{os.path.abspath(directory / Path(match['file']).expanduser())}:{match['name']}"
+
+
+def with_absolute_targets(tree: Node) -> Node:
+    """The tree with every file target made absolute; each is relative to the place where it was written."""
+
+    def change(node: Node) -> Node:
+        target = node.get(TARGET)
+        if target is None or not isinstance(target.value, str):
+            return node
+        absolute = dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
+        return dataclasses.replace(node, value={**node.value, TARGET: absolute})
+
+    return rewrite(tree, change)
 
 
 # --- checking ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,336 @@
+"""Sources, composition and the typed result."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from safetrain import ConfigError
+from safetrain.config import Config, LoopConfig, Override, bundled_dir, load, load_config, recipe_names, to_yaml
+from safetrain.guards import DEFAULT, REGISTRY
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> Path:
+    path = Path.cwd() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def problems_of(source: object, overrides: object = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+def test_no_source_gives_the_defaults_with_every_default_guard() -> None:
+    config = load_config()
+    assert config == dataclasses.replace(Config(), guards={name: REGISTRY[name].Config() for name in DEFAULT})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"loop": {"max_steps": 7}},
+        {"loop": LoopConfig(max_steps=7)},
+        OmegaConf.create({"loop": {"max_steps": 7}}),
+        OmegaConf.merge(OmegaConf.structured(Config), {"loop": {"max_steps": 7}}),
+        Config(loop=LoopConfig(max_steps=7)),
+    ],
+    ids=["dict", "dict of dataclass", "omegaconf", "structured omegaconf", "dataclass"],
+)
+def test_every_kind_of_source_is_completed_with_defaults(source: object) -> None:
+    expected = load_config()
+    expected.loop.max_steps = 7
+    assert load_config(source) == expected  # type: ignore[arg-type]
+
+
+def test_a_file_is_found_by_str_and_by_path() -> None:
+    path = write("sub/mine.yaml", "loop: {max_steps: 7}\n")
+    assert load_config("sub/mine.yaml") == load_config(path) == load_config(str(path))
+    assert load_config(path).loop.max_steps == 7
+
+
+def test_a_loaded_config_loads_again_to_an_equal_one() -> None:
+    config = load_config(
+        {"model": {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}, "guards": None}
+    )
+    assert load_config(config) == config
+
+
+def test_another_type_of_source_is_refused() -> None:
+    assert "cannot be read from a int" in problems_of(3)[0]
+    assert "cannot be read from a list" in problems_of([1])[0]
+
+
+def test_name_is_the_files_unless_given() -> None:
+    write("mine.yaml", "seed: 1\n")
+    write("given.yaml", "name: other\n")
+    assert load_config("mine.yaml").name == "mine"
+    assert load_config("given.yaml").name == "other"
+    assert load_config("mine.yaml", ["name=third"]).name == "third"
+    assert load_config({"seed": 1}).name == "run"
+
+
+def test_an_empty_file_means_the_defaults() -> None:
+    write("run.yaml", "# nothing\n")
+    assert load_config("run.yaml") == load_config()
+
+
+def test_empty_sections_mean_their_defaults() -> None:
+    write("run.yaml", "loop:\ndata:\nrecovery: null\n")
+    assert load_config("run.yaml") == load_config()
+
+
+# --- recipes -----------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_found_by_name_from_any_directory() -> None:
+    assert (bundled_dir() / "configs").is_dir()
+    names = recipe_names()
+    assert "quickstart" in names
+    assert load_config("quickstart").name == "quickstart"
+
+
+def test_a_recipe_is_found_although_a_directory_has_its_name() -> None:
+    Path("quickstart").mkdir()
+    assert load_config("quickstart").name == "quickstart"
+
+
+def test_an_installed_package_uses_its_own_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from safetrain.config import sources
+
+    package = tmp_path / "site" / "safetrain"
+    write("site/safetrain/bundled/configs/only.yaml", "seed: 5\n")
+    monkeypatch.setattr(sources, "__file__", str(package / "config" / "sources.py"))
+    assert bundled_dir() == package / "bundled"
+    assert recipe_names() == ["only"]
+    assert load_config("only").seed == 5
+
+
+def test_an_unknown_name_lists_close_ones_and_all_recipes() -> None:
+    (problem,) = problems_of("quickstrat")
+    assert "did you mean 'quickstart'" in problem
+    for name in recipe_names():
+        assert name in problem
+
+
+def test_a_missing_file_names_its_close_neighbours() -> None:
+    write("train.yaml", "")
+    (problem,) = problems_of("trian.yaml")
+    assert "'trian.yaml'" in problem
+    assert "did you mean 'train.yaml'" in problem
+    assert "directory" in problems_of(".")[0]
+
+
+# --- composition -------------------------------------------------------------------------------------------------
+
+
+def test_extends_merges_deep_later_wins_and_the_file_wins_over_all() -> None:
+    write("a.yaml", "loop: {max_steps: 1, log_every: 1, grad_accum: 1}\nseed: 1\n")
+    write("sub/b.yaml", "extends: ../a.yaml\nloop: {log_every: 2, grad_accum: 2}\n")
+    write("c.yaml", "loop: {eval_every: 9, log_every: 7}\n")
+    write("main.yaml", "extends: [c.yaml, sub/b.yaml]\nloop: {grad_accum: 3}\n")
+    config = load_config("main.yaml")
+    loop = config.loop
+    assert (loop.max_steps, loop.log_every, loop.grad_accum, loop.eval_every, config.seed) == (1, 2, 3, 9, 1)
+
+
+def test_extends_takes_a_recipe_and_works_in_a_dict() -> None:
+    write("main.yaml", "extends: quickstart\nloop: {max_steps: 3}\n")
+    expected = load_config("quickstart", ["loop.max_steps=3"])
+    assert load_config("main.yaml") == expected
+    assert load_config({"extends": ["quickstart"], "loop": {"max_steps": 3}}) == expected
+
+
+def test_extends_in_a_circle_prints_the_chain() -> None:
+    write("a.yaml", "extends: b.yaml\n")
+    write("b.yaml", "seed: 1\nextends: [a.yaml]\n")
+    (problem,) = problems_of("a.yaml")
+    assert problem.startswith("b.yaml:2: extends:")
+    assert "a.yaml → b.yaml → a.yaml" in problem
+
+
+def test_two_files_may_extend_the_same_base() -> None:
+    write("base.yaml", "seed: 4\n")
+    write("a.yaml", "extends: base.yaml\n")
+    write("b.yaml", "extends: base.yaml\n")
+    write("main.yaml", "extends: [a.yaml, b.yaml]\n")
+    assert load_config("main.yaml").seed == 4
+
+
+def test_extends_of_a_missing_file_says_where() -> None:
+    write("a.yaml", "seed: 1\nextends: [nope.yaml]\n")
+    (problem,) = problems_of("a.yaml")
+    assert problem.startswith("a.yaml:2: extends: 'nope.yaml' is neither a file nor a recipe")
+    write("a.yaml", "extends: 3\n")
+    assert "must be a file or recipe name" in problems_of("a.yaml")[0]
+
+
+def test_an_empty_section_keeps_what_was_extended() -> None:
+    write("a.yaml", "loop: {max_steps: 5}\n")
+    write("b.yaml", "extends: a.yaml\nloop:\n")
+    assert load_config("b.yaml").loop.max_steps == 5
+
+
+def test_another_target_replaces_the_node_whole_and_the_same_target_merges() -> None:
+    write("a.yaml", "optimizer: {_target_: torch.optim.AdamW, weight_decay: 0.5}\n")
+    write("other.yaml", "extends: a.yaml\noptimizer: {_target_: torch.optim.SGD, momentum: 0.9}\n")
+    write("same.yaml", "extends: a.yaml\noptimizer: {_target_: torch.optim.AdamW, lr: 0.1}\n")
+    write("args.yaml", "extends: a.yaml\noptimizer: {lr: 0.1}\n")
+    assert load_config("other.yaml").optimizer == {"_target_": "torch.optim.SGD", "momentum": 0.9}
+    merged = {"_target_": "torch.optim.AdamW", "weight_decay": 0.5, "lr": 0.1}
+    assert load_config("same.yaml").optimizer == load_config("args.yaml").optimizer == merged
+
+
+def test_the_same_file_target_seen_from_two_directories_is_the_same_target() -> None:
+    write("m.py", "class Net:\n    def __init__(self, a=1, b=1): ...\n")
+    write("base.yaml", "model: {_target_: './m.py:Net', a: 2}\n")
+    write("sub/main.yaml", "extends: ../base.yaml\nmodel: {_target_: '../m.py:Net', b: 3}\n")
+    assert load_config("sub/main.yaml").model == {"_target_": f"{Path.cwd() / 'm.py'}:Net", "a": 2, "b": 3}
+
+
+def test_yaml_merge_keys_and_anchors() -> None:
+    write("a.yaml", "loop: &l {max_steps: 5, log_every: 2}\n")
+    write(
+        "b.yaml",
+        """
+model: {_target_: torch.nn.Sequential}
+data:
+  train: &d {_target_: builtins.range, a: 1, b: 2}
+  eval: {<<: *d, b: 3}
+""",
+    )
+    assert load_config("b.yaml").data.eval == {"_target_": "builtins.range", "a": 1, "b": 3}
+
+
+# --- interpolation -----------------------------------------------------------------------------------------------
+
+
+def test_interpolation_reads_other_values_defaults_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "12")
+    write(
+        "a.yaml",
+        """
+name: n-${loop.log_every}
+loop: {max_steps: "${oc.env:STEPS}", eval_every: "${.max_steps}"}
+data: {eval: "${data.train}", train: {_target_: builtins.range, stop: "${loop.grad_accum}", more: ["${seed}"]}}
+""",
+    )
+    config = load_config("a.yaml", ["seed=3"])
+    assert config.name == "n-10"
+    assert config.loop.max_steps == config.loop.eval_every == 12
+    assert config.data.train == config.data.eval == {"_target_": "builtins.range", "stop": 1, "more": [3]}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("${loop.nothing}", "loop.nothing"),
+        ("${oc.env:NOT_SET_AT_ALL}", "NOT_SET_AT_ALL"),
+        ("${name}", ""),
+        ("${", "valid"),
+    ],
+)
+def test_interpolation_that_fails_is_a_problem_with_its_place(text: str, why: str) -> None:
+    write("a.yaml", f"seed: 1\nname: '{text}'\nnme: 1\n")
+    problems = problems_of("a.yaml")
+    assert len(problems) == 2
+    assert problems[0].startswith("a.yaml:2: name: ")
+    assert why in problems[0]
+
+
+def test_a_value_that_must_be_given_is_a_problem_until_it_is() -> None:
+    write("a.yaml", "seed: ???\nmodel: {_target_: torch.nn.Linear, in_features: '???', out_features: 1}\n")
+    assert [p.split(": ")[1] for p in problems_of("a.yaml")] == ["seed", "model.in_features"]
+    assert load_config("a.yaml", ["seed=1", "model.in_features=2"]).seed == 1
+
+
+def test_escaped_interpolation_is_text_and_stays_text() -> None:
+    config = load_config({"name": "\\${seed}"})
+    assert config.name == "${seed}"
+    assert load_config(config).name == "${seed}"
+    assert load_config(OmegaConf.create(to_yaml(config))).name == "${seed}"
+
+
+# --- guards ------------------------------------------------------------------------------------------------------
+
+
+def test_guards_are_typed_and_completed() -> None:
+    config = load_config({"guards": {"clip": {"mode": "norm", "max_norm": 2}}})
+    assert config.guards == {
+        "finite": REGISTRY["finite"].Config(),
+        "clip": REGISTRY["clip"].Config(mode="norm", max_norm=2.0),
+        "backoff": REGISTRY["backoff"].Config(),
+    }
+    assert isinstance(config.guards["clip"].max_norm, float)
+
+
+def test_null_turns_one_guard_off_or_all() -> None:
+    assert load_config({"guards": {"clip": None}}).guards["clip"] is None
+    assert load_config({"guards": None}).guards == dict.fromkeys(DEFAULT)
+    write("base.yaml", "guards: {clip: {mode: norm}, mine: {_target_: builtins.dict}}\n")
+    write("a.yaml", "extends: base.yaml\nguards: null\n")
+    assert load_config("a.yaml").guards == dict.fromkeys(DEFAULT)
+
+
+def test_a_guard_turned_off_below_can_be_turned_on_again_with_its_defaults() -> None:
+    write("base.yaml", "guards: null\n")
+    write("a.yaml", "extends: base.yaml\nguards: {clip: {mode: norm}}\n")
+    guards = load_config("a.yaml").guards
+    assert guards["clip"] == REGISTRY["clip"].Config(mode="norm")
+    assert guards["finite"] is None
+
+
+def test_an_outside_guard_stays_a_target_and_can_be_turned_off() -> None:
+    write("g.py", "class Mine:\n    def __init__(self, limit): ...\n")
+    write("a.yaml", "guards: {mine: {_target_: './g.py:Mine', limit: 3}}\n")
+    assert load_config("a.yaml").guards["mine"] == {"_target_": f"{Path.cwd() / 'g.py'}:Mine", "limit": 3}
+    for off in ("guards.mine=null", "~guards.mine"):
+        assert "mine" not in load_config("a.yaml", [off]).guards
+
+
+def test_a_guard_with_nothing_after_the_colon_is_ambiguous() -> None:
+    write("a.yaml", "guards:\n  clip:\n")
+    (problem,) = problems_of("a.yaml")
+    assert problem.startswith("a.yaml:2: guards.clip: nothing after the colon")
+    write("a.yaml", "seed: 1\nguards:\n")
+    (problem,) = problems_of("a.yaml")
+    assert problem.startswith("a.yaml:2: guards: nothing after the colon")
+
+
+def test_a_misspelt_guard_that_is_turned_off_is_not_silently_left_on() -> None:
+    (problem,) = problems_of({"guards": {"clp": None}})
+    assert "did you mean 'clip'" in problem
+
+
+# --- origins -----------------------------------------------------------------------------------------------------
+
+
+def test_origins_tell_where_each_value_came_from() -> None:
+    write("shared/base.yaml", "seed: 1\nloop:\n  max_steps: 5\n  log_every: 5\n")
+    write("main.yaml", "extends: shared/base.yaml\n\nloop:\n  log_every: 6\nguards: {clip: null}\n")
+    loaded = load("main.yaml", ["data.batch_size=8", Override("seed", 3, origin="--seed")])
+    expected = {
+        "seed": "--seed",
+        "loop.max_steps": "shared/base.yaml:3",
+        "loop.log_every": "main.yaml:4",
+        "loop.device": "default",
+        "data.batch_size": "override",
+        "guards.clip": "main.yaml:5",
+        "guards.finite.window": "default",
+        "optimizer.lr": "default",
+        "name": "main.yaml",
+    }
+    assert {key: loaded.origins[key] for key in expected} == expected
+    assert loaded.source == Path.cwd() / "main.yaml"
+    assert load({"seed": 3}).origins["seed"] == "dict"
+    assert load({"seed": 3}).source is None
