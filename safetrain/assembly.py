@@ -28,7 +28,9 @@ def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> lis
             arguments = {key: value for key, value in given.items() if key != "_target_"}
             cls = import_target(given["_target_"])
             if not (inspect.isclass(cls) and issubclass(cls, Guard)):
-                raise ConfigError(f"guards.{name}: {given['_target_']} is not a Guard. To fix: derive it from safetrain.Guard.")
+                raise ConfigError(
+                    f"guards.{name}: {given['_target_']} is not a Guard. To fix: derive it from safetrain.Guard."
+                )
             guard = cls(**arguments)
         else:
             guard = REGISTRY[name](given)
@@ -77,7 +79,9 @@ def adapt_loss(loss: Any) -> LossFn:
 
 def check_trainable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module.")
+        raise UsageError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module."
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(
             "the model has no trainable parameters.\n"
@@ -115,7 +119,9 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
     metrics: dict[str, Any] = {}
     if isinstance(output, Mapping):
         if "loss" not in output:
-            raise LossError(f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}.")
+            raise LossError(
+                f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}."
+            )
         metrics = {key: value for key, value in output.items() if key != "loss" and _is_scalar(value)}
         output = output["loss"]
     if not isinstance(output, Tensor):
@@ -128,7 +134,9 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
             f"{where} returned a loss of shape {tuple(output.shape)}; it must be a scalar.\nTo fix: return loss.mean() or loss.sum()."
         )
     if not output.is_floating_point():
-        raise LossError(f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss.")
+        raise LossError(
+            f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss."
+        )
     return output.reshape(()), metrics
 
 

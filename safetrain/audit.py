@@ -37,8 +37,8 @@ class Audit:
         return {name: problem for name, tensor in named if (problem := _problem(tensor))}
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
+        for name, weight in self._model.named_parameters():
+            yield name, weight.detach()
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):

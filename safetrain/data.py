@@ -120,8 +120,8 @@ def open_stream(
 
         def epochs(epoch: int) -> Iterable[Any]:
             for sampler in (getattr(data, "sampler", None), getattr(data, "batch_sampler", None), data):
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
+                if set_epoch := getattr(sampler, "set_epoch", None):
+                    set_epoch(epoch)
             return _share(data, rank, world_size)
 
         return BatchStream(epochs, device, one_shot)

@@ -74,7 +74,9 @@ class DeferredCommits:
     def __enter__(self) -> DeferredCommits:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for name in ("found_inf", "grad_scale"):
             self._trainer.optimizer.__dict__.pop(name, None)
 
@@ -118,7 +120,9 @@ class DeferredCommits:
             end = start + each.measurement.vector.numel()
             values = each.measurement.unpack(numbers[start:end])
             start = end
-            view = StepView(**each.view_fields, **values, **trainer.run.history(False), bad_state=trainer.audit.bad_state)
+            view = StepView(
+                **each.view_fields, **values, **trainer.run.history(False), bad_state=trainer.audit.bad_state
+            )
             decision = self._decide(view, bool(was_bad), each.lr_scale)
             if decision.action is Action.COMMIT:
                 num_committed += 1

@@ -28,7 +28,9 @@ class Ema:
                 average.lerp_(weight, share.to(average.dtype))
         # Buffers are restored when a step is refused, so they are always those of the last committed step.
         for name, buffer in self._model.named_buffers():
-            self.buffers[name] = buffer.detach().clone() if name not in self.buffers else self.buffers[name].copy_(buffer)
+            self.buffers[name] = (
+                buffer.detach().clone() if name not in self.buffers else self.buffers[name].copy_(buffer)
+            )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

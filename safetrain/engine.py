@@ -71,7 +71,9 @@ class Engine:
                 f"WORLD_SIZE is {world} but {self.world_size} process(es) take part.\n"
                 "To fix: start the run with torchrun --nproc-per-node N, or unset WORLD_SIZE."
             )
-        launched = {"no": "fp32"}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        launched = {"no": "fp32"}.get(
+            os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_MIXED_PRECISION")
+        )
         if launched not in ("fp32", self.precision):
             raise UsageError(
                 f"accelerate was launched with mixed precision {launched} but loop.precision is {self.precision}.\n"

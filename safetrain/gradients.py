@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .view import Limits
+from .view import Limits, StepView
 
 
 def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -47,32 +47,34 @@ def overflow_free_norm(gradients: Sequence[Tensor]) -> float | None:
 
 @torch.no_grad()
 def clip(
-    groups: Sequence[Sequence[Tensor]], everything: Sequence[Tensor], limits: Limits, norm: Tensor, host_norm: float | None
+    groups: Sequence[Sequence[Tensor]],
+    parameters: Sequence[Tensor],
+    limits: Limits,
+    norm: Tensor,
+    view: StepView | None,
 ) -> None:
-    """Bound the gradients of `everything` (parameters) and of each group of it to `limits`, in place.
+    """Bound the gradients of all parameters, and of each group of them, to `limits`, in place.
 
-    `host_norm` is the norm as the host knows it; None when it has not been read, then nothing here reads it either.
+    `norm` is their global norm on the device; `view` is what the host knows of it, or None: then nothing is read here.
     """
-    if limits.norm < math.inf and (host_norm is None or host_norm + 1e-6 > limits.norm):
-        _scale(everything, limits.norm, norm, host_norm)
+    if limits.norm < math.inf and (view is None or view.grad_norm + 1e-6 > limits.norm):
+        _scale(parameters, limits.norm, norm, overflowed=view is not None and view.norm_overflow)
     if limits.group_norm < math.inf:
         for group in groups:
             if gradients := collect(group):
                 group_norm = global_norm(gradients)
-                # A group's norm can only overflow where the global one did; the host knows that already.
-                overflowed = host_norm is not None and math.isinf(float(norm)) and math.isinf(float(group_norm))
-                _scale(group, limits.group_norm, group_norm, overflow_free_norm(gradients) if overflowed else None)
+                overflowed = view is not None and view.norm_overflow and math.isinf(float(group_norm))
+                _scale(group, limits.group_norm, group_norm, overflowed)
     if limits.value < math.inf:
-        for gradient in collect(everything):
+        for gradient in collect(parameters):
             gradient.clamp_(-limits.value, limits.value)
 
 
-def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, host_norm: float | None) -> None:
-    if host_norm is not None and host_norm > torch.finfo(norm.dtype).max:
-        # The norm does not fit its type: scale in two steps that do.
-        gradients = collect(parameters)
-        largest = float(peak(gradients))  # type: ignore[arg-type]
-        torch._foreach_div_(gradients, largest)
-        torch._foreach_mul_(gradients, limit / (host_norm / largest))
-    else:
+def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, overflowed: bool) -> None:
+    if not overflowed:
         clip_grads_with_norm_(parameters, limit, norm)
+        return
+    # The squares do not fit the type, so bring the gradients into its range first.
+    gradients = collect(parameters)
+    torch._foreach_div_(gradients, float(peak(gradients)))  # type: ignore[arg-type]
+    torch._foreach_mul_(gradients, limit / float(global_norm(gradients)))

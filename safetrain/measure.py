@@ -43,7 +43,9 @@ class Measurement:
             "grad_norm": next(values),
             "loss_scale": next(values) if self._has_scale else 1.0,
             "signals": {name: next(values) for name in self._signal_names},
-            "metrics": self._mean_metrics([next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]),
+            "metrics": self._mean_metrics(
+                [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
+            ),
         }
 
     def _mean_metrics(self, values: Sequence[float]) -> dict[str, float]:

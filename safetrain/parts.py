@@ -84,7 +84,13 @@ class TrainerParts:
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0
         return open_stream(
-            data, self.config.data, shuffle=shuffle, seed=seed, device=self.engine.device, rank=rank, world_size=world_size
+            data,
+            self.config.data,
+            shuffle=shuffle,
+            seed=seed,
+            device=self.engine.device,
+            rank=rank,
+            world_size=world_size,
         )
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
@@ -103,7 +109,9 @@ class TrainerParts:
     def build_model(self) -> nn.Module:
         """The model, when none was passed."""
         if self.config.model is None:
-            raise UsageError("there is no model.\nTo fix: pass model=…, set `model` in the config, or define build_model.")
+            raise UsageError(
+                "there is no model.\nTo fix: pass model=…, set `model` in the config, or define build_model."
+            )
         return instantiate(self.config.model)  # type: ignore[no-any-return]
 
     def build_data(self) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class RandomState:
     @classmethod
     def capture(cls) -> RandomState:
         """Costs about 50 µs, nearly all of it NumPy's and Python's."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:

@@ -112,18 +112,21 @@ class Run:
         if outcome == "overflow":
             self.result.overflows += 1
             self.consecutive_overflows += 1
+        elif committed:
+            self.consecutive_overflows = self.consecutive_refusals = 0
         else:
-            self.consecutive_overflows = 0
-            self.consecutive_refusals = 0 if committed else self.consecutive_refusals + 1
-            if not committed:
-                self.num_refusals += 1
-                self.refused_steps.append(view.step)
+            self.consecutive_refusals += 1
+            self.num_refusals += 1
+            self.refused_steps.append(view.step)
         self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps, epoch))
 
-    def incident(self, view: StepView, decision: Decision, window: Sequence[Any], random_state: RandomState | None) -> Incident:
+    def incident(
+        self, view: StepView, decision: Decision, window: Sequence[Any], random_state: RandomState | None
+    ) -> Incident:
         """Make, keep and tell an incident."""
         guard, verdict = next(
-            ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence), decision.decisive
+            ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence),
+            decision.decisive,
         )
         trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -140,7 +143,9 @@ class Run:
         directory = self.dir / incident.path
         write_text(directory / "incident.json", to_json(incident.to_dict(), indent=2) + "\n")
         if random_state is not None:
-            batches = [map_tensors(batch, lambda item: item.cpu() if hasattr(item, "cpu") else item) for batch in window]
+            batches = [
+                map_tensors(batch, lambda item: item.cpu() if hasattr(item, "cpu") else item) for batch in window
+            ]
             contents = {"random_state": random_state.to_plain(), "window": batches}
             with replacing(directory / "replay.pt") as path:
                 try:

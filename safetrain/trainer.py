@@ -133,7 +133,9 @@ class SafeTrainer(TrainerParts):
             if norm_overflow := true_norm is not None:
                 numbers["grad_norm"] = true_norm
         scaler_overflow = (
-            self.engine.precision == "fp16" and math.isfinite(numbers["loss"]) and not math.isfinite(numbers["grad_norm"])
+            self.engine.precision == "fp16"
+            and math.isfinite(numbers["loss"])
+            and not math.isfinite(numbers["grad_norm"])
         )
         return StepView(
             step=self.step,
@@ -168,7 +170,7 @@ class SafeTrainer(TrainerParts):
             self._clear_gradients()
             self.run.stepped(view, decision, "overflow", self.stream.epoch)
             return
-        gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view.grad_norm)
+        gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
         with self.scaled_lr(decision.lr_scale):
             self.optimizer.step()
         self.engine.update_scale()
@@ -225,7 +227,7 @@ class SafeTrainer(TrainerParts):
         for batch in window:
             with self.engine.gradient_sync(self._called_model, sync=False):
                 loss, _ = self._forward(batch)
-                self.engine.backward(loss)
+                self.engine.backward(loss / len(window))
             finite.append(torch.isfinite(loss.detach() + gradients.global_norm(gradients.collect(self._parameters))))
             self._clear_gradients()
             self.transaction.restore()

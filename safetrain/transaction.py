@@ -39,10 +39,10 @@ class Transaction:
         self.random_state = RandomState.capture()
         self._modes = [module.training for module in self._modules]
         try:
-            self._tensors = [module._buffers[name] for _, module, name in self._slots]  # type: ignore[misc]
+            self._tensors = [module._buffers[name] for _, module, name in self._slots]
         except KeyError:  # a module removed one of its buffers
             self._find_modules()
-            self._tensors = [module._buffers[name] for _, module, name in self._slots]  # type: ignore[misc]
+            self._tensors = [module._buffers[name] for _, module, name in self._slots]
         if not _same_layout(self._saved, self._tensors):
             self._saved = [torch.empty_like(t) for t in self._tensors]
         if self._tensors:

@@ -24,9 +24,7 @@ class Limits:
     """Largest absolute value of each element."""
 
     def tightest(self, other: Limits) -> Limits:
-        return Limits(
-            min(self.norm, other.norm), min(self.group_norm, other.group_norm), min(self.value, other.value)
-        )
+        return Limits(min(self.norm, other.norm), min(self.group_norm, other.group_norm), min(self.value, other.value))
 
     @property
     def bounded(self) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+
+# Some virtual machines announce AMX and then kill the process at its first use: bf16 tests stay below it.
+# oneDNN reads this once, so it is set before torch is imported; child processes inherit it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import numpy as np
 import pytest

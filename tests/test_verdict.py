@@ -10,7 +10,9 @@ from safetrain import Action, Verdict
 from safetrain.verdict import merge
 
 verdicts = st.builds(
-    lambda action, lr_scale, reason: Verdict(action, lr_scale, reason or "because" if action > Action.COMMIT else reason),
+    lambda action, lr_scale, reason: Verdict(
+        action, lr_scale, reason or "because" if action > Action.COMMIT else reason
+    ),
     st.sampled_from(Action),
     st.floats(0.0, 1.0),
     st.text(max_size=5),

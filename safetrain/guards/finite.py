@@ -74,9 +74,15 @@ class Finite(Guard):
         if view.scaler_overflow:
             return self._collapsed_scale(view)
         if not math.isfinite(view.grad_norm):
-            return "grad_norm", view.grad_norm, f"the gradient norm is {view.grad_norm} while the loss is {view.loss:.6g}"
+            return (
+                "grad_norm",
+                view.grad_norm,
+                f"the gradient norm is {view.grad_norm} while the loss is {view.loss:.6g}",
+            )
         if view.norm_overflow and not view.limits.bounded:
-            reason = f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and no clip guard to bound it"
+            reason = (
+                f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and no clip guard to bound it"
+            )
             return "grad_norm", view.grad_norm, reason
         for lr in view.lrs:
             if not math.isfinite(lr):
@@ -89,7 +95,9 @@ class Finite(Guard):
 
     def _collapsed_scale(self, view: StepView) -> tuple[str, float, str] | None:
         if view.consecutive_overflows > self.config.max_overflows:
-            reason = f"{view.consecutive_overflows} fp16 overflows in a row (max_overflows is {self.config.max_overflows})"
+            reason = (
+                f"{view.consecutive_overflows} fp16 overflows in a row (max_overflows is {self.config.max_overflows})"
+            )
             return "loss_scale", view.loss_scale, reason
         if view.loss_scale < self.config.min_loss_scale:
             reason = f"the fp16 loss scale collapsed to {view.loss_scale:.3g} (min_loss_scale is {self.config.min_loss_scale:.3g})"

@@ -17,7 +17,8 @@ def open_telemetry(config: Config, run_dir: Path | None) -> Telemetry:
     """The sinks the config asks for; none on ranks that have no run directory."""
     if run_dir is None:
         return Telemetry([])
-    sinks: list[Sink] = [Journal(open(run_dir / JOURNAL, "x", encoding="utf-8"))]
+    journal = open(run_dir / JOURNAL, "x", encoding="utf-8")  # noqa: SIM115 (the journal closes it when the run ends)
+    sinks: list[Sink] = [Journal(journal)]
     mode = config.logging.console
     if mode == "json":
         sinks.append(Journal(sys.stdout, close=False))

@@ -14,13 +14,13 @@ class TensorBoard(Sink):
     def __init__(self, run_dir: Path, log_every: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # about a second to import
 
-        self._writer = SummaryWriter(str(run_dir))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run_dir))
         self._log_every = log_every
         self._num_skipped = 0
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(tag, value, step)
 
     def stepped(self, record: StepRecord) -> None:
         view = record.view
@@ -39,7 +39,7 @@ class TensorBoard(Sink):
         self._scalars(values | {f"metric/{name}": value for name, value in view.metrics.items()}, view.step)
 
     def incident(self, incident: Incident) -> None:
-        self._writer.add_text("health/incidents", f"```\n{incident.render()}\n```", incident.step)  # type: ignore[no-untyped-call]
+        self._writer.add_text("health/incidents", f"```\n{incident.render()}\n```", incident.step)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         step = int(metrics["step"])
@@ -47,4 +47,4 @@ class TensorBoard(Sink):
         self._scalars(values, step)
 
     def finished(self, result: FitResult) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

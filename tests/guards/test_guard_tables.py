@@ -1,5 +1,6 @@
 """Guards judged with plain numbers, no trainer."""
 
+import itertools
 import math
 
 import pytest
@@ -119,7 +120,7 @@ def test_backoff_returns_exponentially_over_the_committed_steps_it_is_given():
         scales.append(scale)
         backoff.learn(view(), COMMITTED)
     assert len(scales) == 99
-    ratios = [later / earlier for earlier, later in zip(scales, scales[1:], strict=False)]
+    ratios = [later / earlier for earlier, later in itertools.pairwise(scales)]
     assert ratios == pytest.approx([100 ** (1 / 100)] * len(ratios))
 
 

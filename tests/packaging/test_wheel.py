@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import safetrain
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
@@ -59,7 +61,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_installs_one_package_and_nothing_beside_it(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"safetrain", "safetrain-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"safetrain", f"safetrain-{safetrain.__version__}.dist-info"}
 
 
 def test_wheel_holds_types_recipes_and_configs(wheel: Path):

@@ -1,0 +1,177 @@
+"""Windows of micro-batches, and what happens to the gradient between backward and step."""
+
+import math
+
+import pytest
+import torch
+from small import assert_same, make_batches, make_model, mse
+from torch import nn
+
+from safetrain import SafeTrainer, TrainingStopped
+
+DROP = {"finite": {"drop_micro_batch": True}, "backoff": None}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_window_without_its_bad_micro_batch_equals_one_that_never_held_it(make_trainer, precision):
+    batches = make_batches(12, bad=(5,))
+    states = []
+    for data, accum in ((batches, [4, 4, 4]), (batches[:5] + batches[6:], [4, 3, 4])):
+        torch.manual_seed(1)
+        model = make_model(dropout=0.0)
+        config = {"loop": {"grad_accum": 4, "precision": precision}, "guards": DROP}
+        trainer = make_trainer(
+            model, train_data=data, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        sizes = iter(accum)
+        take = trainer.stream.take
+        trainer.stream.take = lambda count, take=take, sizes=sizes: take(next(sizes, count))
+        result = trainer.fit()
+        states.append(model.state_dict())
+        assert result.steps + result.overflows == 3
+    assert_same(*states)
+
+
+def test_a_dropped_micro_batch_is_an_incident_that_names_it(make_trainer):
+    result = make_trainer(
+        train_data=make_batches(8, bad=(2, 3)), config={"loop": {"grad_accum": 4}, "guards": DROP}
+    ).fit()
+    (incident,) = result.incidents
+    assert (result.steps, result.skipped, result.healthy) == (2, 0, False)
+    assert incident.decision.action == "commit"
+    assert any("micro-batch 2, 3 of 4 left out" in reason for reason in incident.decision.reasons)
+
+
+def test_a_window_of_nothing_but_bad_micro_batches_is_refused(make_trainer):
+    result = make_trainer(
+        train_data=make_batches(8, bad=(0, 1)), config={"loop": {"grad_accum": 2}, "guards": DROP}
+    ).fit()
+    assert (result.steps, result.skipped) == (3, 1)
+
+
+def test_without_drop_micro_batch_the_whole_window_is_refused(make_trainer):
+    result = make_trainer(train_data=make_batches(8, bad=(2,)), config={"loop": {"grad_accum": 4}}).fit()
+    assert (result.steps, result.skipped) == (1, 1)
+
+
+def test_a_short_window_is_normalised_by_its_true_count(make_trainer):
+    model = nn.Linear(6, 1)
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
+    batches = make_batches(5)
+    make_trainer(
+        model, optimizer=optimizer, train_data=batches, config={"loop": {"grad_accum": 3}, "guards": None}
+    ).fit()
+    for grad, window in zip(seen, (batches[:3], batches[3:]), strict=True):
+        model.zero_grad()
+        (sum(mse(model, b) for b in window) / len(window)).backward()
+        torch.testing.assert_close(grad, model.weight.grad)
+
+
+def gradients_seen(make_trainer, model, loss_fn, clip, groups=None):
+    seen = []
+    optimizer = torch.optim.SGD(groups or model.parameters(), lr=1e-3)
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+    config = {"guards": {"clip": clip}, "loop": {"max_steps": 1}}
+    trainer = make_trainer(model, loss_fn=loss_fn, optimizer=optimizer, train_data=make_batches(1), config=config)
+    return trainer.fit(), seen[0]
+
+
+def scaled(factor):
+    return lambda model, batch: mse(model, batch) * factor
+
+
+def norm(tensors):
+    return torch.linalg.vector_norm(torch.stack([t.double().norm() for t in tensors])).item()
+
+
+def test_norm_clipping_is_after_backward_and_before_the_step(make_trainer):
+    _, grads = gradients_seen(make_trainer, make_model(), scaled(100.0), {"mode": "norm", "max_norm": 0.5})
+    assert norm(grads) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_value_clipping(make_trainer):
+    _, grads = gradients_seen(make_trainer, make_model(), scaled(100.0), {"mode": "value", "max_value": 0.01})
+    assert max(g.abs().max().item() for g in grads) == pytest.approx(0.01)
+
+
+def test_each_group_is_clipped_on_its_own(make_trainer):
+    model = make_model(norm=False)
+    parts = [list(model[0].parameters()), list(model[4].parameters())]
+    groups = [{"params": part} for part in parts]
+    _, grads = gradients_seen(make_trainer, model, scaled(100.0), {"mode": "group_norm", "max_norm": 0.3}, groups)
+    assert norm(grads[:2]) == pytest.approx(0.3, rel=1e-4)
+    assert norm(grads[2:]) == pytest.approx(0.3, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["norm", "group_norm"])
+def test_a_norm_that_overflows_over_finite_gradients_is_a_huge_gradient_and_is_clipped(make_trainer, mode):
+    result, grads = gradients_seen(make_trainer, make_model(), scaled(1e25), {"mode": mode, "max_norm": 0.5})
+    assert result.healthy
+    assert norm(grads) == pytest.approx(0.5, rel=1e-4)
+    assert min(g.abs().max().item() for g in grads if g.abs().max() > 0) > 0
+
+
+def test_a_norm_overflow_is_reported_with_the_true_norm(make_trainer):
+    views = []
+
+    class Watching(SafeTrainer):
+        def on_commit(self, view):
+            views.append(view)
+
+    model = make_model()
+    config = {"guards": {"clip": {"mode": "norm"}}, "loop": {"max_steps": 1}}
+    make_trainer(model, Watching, loss_fn=scaled(1e25), train_data=make_batches(1), config=config).fit()
+    assert views[0].norm_overflow
+    assert 1e23 < views[0].grad_norm < 1e27
+
+
+def test_a_norm_overflow_without_any_clip_is_refused_by_that_name(make_trainer):
+    config = {"guards": {"clip": None}, "recovery": {"max_refusals": 0}}
+    with pytest.raises(TrainingStopped, match="norm overflow"):
+        make_trainer(loss_fn=scaled(1e25), train_data=make_batches(1), config=config).fit()
+
+
+def test_sparse_gradients_are_measured_and_clipped(make_trainer):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 3, sparse=True)
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(self.table(x)).mean()
+
+    model = Bag()
+    data = [torch.tensor([[1, 1, 2]]), torch.tensor([[3, 1, 2]])]
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(norm([model.table.weight.grad.to_dense(), *(p.grad for p in model.fc.parameters())]))
+    )
+    config = {"guards": {"clip": {"mode": "norm", "max_norm": 0.01}}}
+    result = make_trainer(
+        model, loss_fn=lambda m, b: m(b) * 100, optimizer=optimizer, train_data=data, config=config
+    ).fit()
+    assert result.healthy
+    assert seen == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+def test_the_logged_norm_is_the_one_before_clipping(make_trainer):
+    model = make_model(dropout=0.0)
+    (batch,) = make_batches(1)
+    mse(model, batch).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+    model.zero_grad()
+    model[1].reset_running_stats()
+    norms = []
+
+    class Watching(SafeTrainer):
+        def on_commit(self, view):
+            norms.append(view.grad_norm)
+
+    make_trainer(
+        model, Watching, train_data=[batch], config={"guards": {"clip": {"mode": "norm", "max_norm": 1e-3}}}
+    ).fit()
+    assert norms == [expected]

@@ -1,0 +1,132 @@
+"""fp32, bf16 and fp16: what is asked for is in effect, and the loss scaler's overflows are normal until they are not."""
+
+import math
+
+import pytest
+import torch
+from small import make_batches, make_model, mse
+from torch import nn
+
+from safetrain import SafeTrainer, TrainingStopped, UsageError
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_runs_in_the_precision_asked_for(make_trainer, precision, dtype):
+    seen = set()
+
+    def loss_fn(model, batch):
+        out = model(batch[0])
+        seen.add(out.dtype)
+        return (out.float() - batch[1]).square().mean()
+
+    result = make_trainer(loss_fn=loss_fn, train_data=make_batches(5), config={"loop": {"precision": precision}}).fit()
+    assert seen == {dtype}
+    assert not result.incidents
+
+
+def test_scaler_overflow_is_counted_and_no_incident(make_trainer):
+    """65536, the first scale, times a gradient of a few hundred does not fit fp16."""
+
+    def loss_fn(model, batch):
+        return mse(model, batch) * 100
+
+    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(20), config={"loop": {"precision": "fp16"}})
+    result = trainer.fit()
+    assert result.overflows > 0
+    assert result.skipped == result.overflows
+    assert result.incidents == []
+    assert result.healthy
+    assert trainer.engine._scaler.get_scale() == 65536 * 0.5**result.overflows
+
+
+def test_an_overflowed_step_moves_nothing_but_the_scale(make_trainer):
+    model = make_model()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    config = {"loop": {"precision": "fp16"}}
+    trainer = make_trainer(model, loss_fn=lambda m, b: mse(m, b) * 1e4, train_data=make_batches(1), config=config)
+    result = trainer.fit()
+    assert (result.steps, result.overflows) == (0, 1)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not trainer.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("finite", "reason"),
+    [
+        ({"max_overflows": 5}, "6 fp16 overflows in a row"),
+        ({"min_loss_scale": 2048.0}, "loss scale collapsed to 1.02e\\+03"),
+    ],
+)
+def test_a_collapsing_scale_is_an_incident(make_trainer, finite, reason):
+    def loss_fn(model, batch):
+        out = model(batch[0]).float()
+        return out.mean() + (out - out.detach()).abs().sqrt().sum()  # an infinite gradient at every scale
+
+    config = {"loop": {"precision": "fp16"}, "guards": {"finite": {"max_consecutive": 3, **finite}}}
+    with pytest.raises(TrainingStopped, match=reason) as stopped:
+        make_trainer(loss_fn=loss_fn, train_data=make_batches(40), config=config).fit()
+    assert stopped.value.result.incidents[0].trigger.signal == "loss_scale"
+    assert stopped.value.result.overflows in (5, 6)
+
+
+def test_fp16_parameters_are_refused_at_the_start(make_trainer):
+    with pytest.raises(UsageError, match="float32"):
+        make_trainer(make_model().half(), train_data=make_batches(1), config={"loop": {"precision": "fp16"}})
+
+
+def test_a_device_that_is_not_there_is_an_error_at_the_start(make_trainer):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(UsageError, match=r"loop\.device is 'cuda'"):
+        make_trainer(train_data=make_batches(1), config={"loop": {"device": "cuda"}})
+
+
+def test_a_launcher_that_asks_for_another_precision_is_an_error(make_trainer, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UsageError, match="launched with mixed precision fp16"):
+        make_trainer(train_data=make_batches(1))
+
+
+def test_a_world_size_that_is_not_in_effect_is_an_error(make_trainer, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="WORLD_SIZE is 2 but 1"):
+        make_trainer(train_data=make_batches(1))
+
+
+def test_learning_in_fp16_matches_fp32_closely(make_trainer):
+    x = torch.randn(64, 6)
+    data = [(x, x.sum(1, keepdim=True))] * 150
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        torch.manual_seed(1)
+        model = make_model(dropout=0.0, norm=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses[precision] = (
+            make_trainer(model, optimizer=optimizer, train_data=data, config={"loop": {"precision": precision}})
+            .fit()
+            .final_loss
+        )
+    assert losses["fp32"] < 0.5
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.3)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.3)
+
+
+def test_loss_that_is_nan_in_fp16_is_an_incident_at_once(make_trainer):
+    class Overflowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.fc(x) * 1e5  # more than fp16 can hold
+
+    class Watching(SafeTrainer):
+        pass
+
+    config = {"loop": {"precision": "fp16"}, "recovery": {"max_refusals": 0}}
+    with pytest.raises(TrainingStopped) as stopped:
+        make_trainer(Overflowing(), Watching, train_data=make_batches(2), config=config).fit()
+    assert stopped.value.incident.trigger.signal == "loss"
+    assert not math.isfinite(stopped.value.incident.trigger.value)

@@ -1,0 +1,253 @@
+"""A refused step is as if it had never happened."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from small import assert_same, deep_state, make_batches, make_model, mse
+from torch import nn
+from torch.nn import functional as F
+
+from safetrain import SafeTrainer, TrainingStopped
+from safetrain.rng import RandomState
+
+
+class Recording(SafeTrainer):
+    """Keeps the whole state after every commit, and compares it after every refusal."""
+
+    def on_commit(self, view):
+        self.after_commit = deep_state(self)
+        self.commits = [*getattr(self, "commits", []), view.step]
+
+    def on_incident(self, incident):
+        self.checked = [*getattr(self, "checked", []), incident.step]
+        assert_same(deep_state(self), self.after_commit)
+        assert all(p.grad is None for p in self.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_everything_is_bit_identical_after_a_refusal(make_trainer, precision):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    batches = make_batches(20, bad=(5, 6, 11))
+    config = {"loop": {"ema": 0.9, "precision": precision}}
+    trainer = make_trainer(
+        model, Recording, optimizer=optimizer, scheduler=scheduler, train_data=batches, config=config
+    )
+    result = trainer.fit()
+    assert trainer.checked == [5, 6, 11]
+    assert (result.steps, result.skipped, result.attempted) == (17 - result.overflows, 3 + result.overflows, 20)
+    assert [i for i, loss in enumerate(result.losses) if math.isnan(loss)] == [5, 6, 11]
+    assert scheduler.last_epoch == result.steps
+    assert not result.healthy
+    assert trainer.stream.epoch == 1
+
+
+def test_batchnorm_statistics_equal_a_run_without_the_bad_batch(make_trainer):
+    """Everything equals the run that never saw the batch, when no random number is drawn."""
+    batches = make_batches(12, bad=(4,))
+    states = []
+    for data in (batches, batches[:4] + batches[5:]):
+        torch.manual_seed(1)
+        model = make_model(dropout=0.0)
+        config = {"guards": {"backoff": None}}
+        make_trainer(model, train_data=data, config=config).fit()
+        states.append(model.state_dict())
+    assert_same(*states)
+
+
+class Switching(nn.Module):
+    """A forward pass that leaves the model in another mode, and puts a new tensor in the place of its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 1)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        if torch.isnan(x).any():
+            self.eval()
+        self.seen = self.seen + x.mean()
+        return self.fc(self.drop(x))
+
+
+def test_modes_and_replaced_buffers_are_restored(make_trainer):
+    trainer = make_trainer(Switching(), Recording, train_data=make_batches(6, bad=(3,)))
+    trainer.fit()
+    assert trainer.checked == [3]
+    assert all(m.training for m in trainer.model.modules())
+
+
+def test_the_random_stream_goes_on_and_a_replay_can_use_the_kept_state(make_trainer):
+    model = make_model(dropout=0.5)
+    masks = []
+
+    def loss_fn(model, batch):
+        masks.append(F.dropout(torch.ones(32)))
+        return mse(model, batch)
+
+    trainer = make_trainer(
+        model, loss_fn=loss_fn, train_data=make_batches(8, bad=(3,)), config={"guards": {"backoff": None}}
+    )
+    before = {}
+
+    def remember(view):
+        before.update(copy.deepcopy(model.state_dict())) if view.step == 2 else None
+
+    trainer.on_commit = remember
+    result = trainer.fit()
+    assert not torch.equal(masks[3], masks[4])
+    incident = result.incidents[0]
+    bundle = torch.load(result.run_dir / incident.path / "replay.pt", weights_only=True)
+    RandomState.from_plain(bundle["random_state"]).restore()
+    model.load_state_dict(before)
+    assert math.isnan(loss_fn(model, bundle["window"][0]).item())
+    assert torch.equal(masks[-1], masks[3])
+    assert json.loads((result.run_dir / incident.path / "incident.json").read_text())["trigger"]["value"] == "nan"
+
+
+def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
+    model = make_model()
+    model.register_buffer("sentinel", torch.tensor([math.nan, -math.inf]))
+    assert make_trainer(model, train_data=make_batches(5)).fit().healthy
+
+
+def test_a_buffer_that_turns_bad_while_loss_and_gradient_are_fine_is_refused(make_trainer):
+    class Statistics(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 1)
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+            return self.fc(x.clamp(-3, 3))
+
+    model = Statistics()
+    result = make_trainer(model, train_data=make_batches(6, bad=(2,), value=math.inf)).fit()
+    assert [(i.step, i.trigger.signal) for i in result.incidents] == [(2, "buffers")]
+    assert torch.isfinite(model.largest)
+
+
+def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
+    def loss_fn(model, batch):
+        out = model(batch[0])
+        return out.mean() + (out - out.detach()).abs().sqrt().sum()  # sqrt'(0) is infinite
+
+    result_of_stop = None
+    try:
+        make_trainer(loss_fn=loss_fn, train_data=make_batches(30)).fit()
+    except TrainingStopped as stopped:
+        result_of_stop = stopped
+    assert result_of_stop is not None
+    assert result_of_stop.result.steps == 0
+    assert result_of_stop.incident.trigger.signal == "grad_norm"
+    assert all(math.isfinite(loss) for loss in result_of_stop.result.losses)
+
+
+@pytest.mark.parametrize(
+    ("finite", "bad", "stops_at"),
+    [
+        ({"max_consecutive": 4}, range(10, 30), 13),
+        ({"max_consecutive": 50, "max_in_window": 5, "window": 20}, range(10, 40, 2), 18),
+    ],
+)
+def test_repeated_refusals_escalate(make_trainer, finite, bad, stops_at):
+    with pytest.raises(TrainingStopped) as stopped:
+        make_trainer(train_data=make_batches(40, bad=bad), config={"guards": {"finite": finite}}).fit()
+    assert stopped.value.incident.step == stops_at
+    assert stopped.value.incident.decision.action == "stop"
+    assert stopped.value.result.status == "stopped"
+    assert any("no snapshot" in reason for reason in stopped.value.incident.decision.reasons)
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_the_budget_bounds_refusals_over_the_run(make_trainer, budget):
+    config = {"recovery": {"max_refusals": budget}, "loop": {"max_steps": 1000}}
+    with pytest.raises(TrainingStopped, match="max_refusals") as stopped:
+        make_trainer(train_data=make_batches(10, bad=(4,)), config=config).fit()
+    assert len(stopped.value.result.incidents) == budget + 1
+    assert stopped.value.incident.trigger.guard == "finite"
+
+
+def test_a_parameter_that_turns_bad_stops_the_run_and_is_named(make_trainer):
+    class Spoiling(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 3:
+                with torch.no_grad():
+                    self.model[4].weight[0, 0] = math.nan
+
+    with pytest.raises(TrainingStopped, match=r"4\.weight \(1 NaN of 16 values\)") as stopped:
+        make_trainer(None, Spoiling, train_data=make_batches(20)).fit()
+    assert stopped.value.incident.step == 4
+
+
+def test_optimizer_state_is_checked_every_n_steps_although_the_loss_stays_finite(make_trainer):
+    class Spoiling(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 3:
+                self.optimizer.state[self.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
+
+    with pytest.raises(TrainingStopped, match=r"optimizer exp_avg_sq of 0\.weight") as stopped:
+        make_trainer(
+            None, Spoiling, train_data=make_batches(20), config={"guards": {"finite": {"state_every": 6}}}
+        ).fit()
+    assert stopped.value.incident.step == 6
+    assert stopped.value.incident.trigger.signal == "state"
+
+
+def test_bad_state_is_never_saved(make_trainer):
+    class Spoiling(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 4:
+                with torch.no_grad():
+                    self.model[0].bias[0] = math.inf
+
+    trainer = make_trainer(None, Spoiling, train_data=make_batches(5))
+    with pytest.raises(TrainingStopped, match=r"not saved: 0\.bias"):
+        trainer.fit()
+    assert not (trainer.run.dir / "checkpoints").exists()
+
+
+def test_a_learning_rate_of_nan_is_never_applied(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: math.nan if step == 3 else 1.0)
+    with pytest.raises(TrainingStopped, match="learning rate is nan") as stopped:
+        make_trainer(model, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(30)).fit()
+    assert stopped.value.result.steps == 3
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    used = []
+    optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    config = {"guards": {"backoff": {"factor": 0.5, "floor": 0.25, "recovery_steps": 4}}}
+    trainer = make_trainer(
+        model, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(10, bad=(3,)), config=config
+    )
+    result = trainer.fit()
+    growth = 4 ** (1 / 4)
+    expected = [0.1] * 3 + [0.1 * 0.5 * growth**n for n in range(2)] + [0.1] * 4
+    assert used == pytest.approx(expected)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    journal = [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+    steps = [line for line in journal if line["event"] == "step"]
+    assert [line["lr"] for line in steps if line["action"] == "commit"] == pytest.approx(expected)
+    assert "learning rate scaled by 0.5" in " ".join(steps[4]["reasons"])
+
+
+def test_without_guards_nothing_is_refused(make_trainer):
+    model = make_model()
+    trainer = make_trainer(model, train_data=make_batches(6, bad=(3,)), config={"guards": None})
+    with pytest.raises(TrainingStopped, match="not saved"):  # still never saved as if it were good
+        trainer.fit()
+    assert trainer.run.result.steps == 6
