@@ -1,0 +1,279 @@
+"""From a trace to the answer of the first question: which op, in which phase, module and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..incident import Origin
+from .facts import Facts
+from .frames import Frame, Place, innermost_module, inside_engine, is_user, user_place
+from .provenance import Blame, Provenance, primary
+from .replay import Replayer, Trace
+from .tracer import Event, Region
+from .values import FINITE, LOW_PRECISION
+
+LOSS = "<loss>"
+DATA = "<data>"
+
+
+@dataclass
+class Finding:
+    """What is known about the first bad operation; the cause rules judge this."""
+
+    trace: Trace
+    provenance: Provenance
+    blame: Blame
+    phase: str
+    sink: str
+    """What the bad value reached: the loss, a parameter's gradient, a buffer, or a parameter after the update."""
+    event: Event | None = None
+    """The op where the value went bad."""
+    forward: Event | None = None
+    """For a backward op: the forward op whose derivative it is; for a forward op: itself."""
+    hidden: bool = False
+    """The bad value is masked out of the loss and leaks through backward."""
+    reached_by_intent: bool = False
+    """An intended -inf got to the loss: `event` is the op that took it out of its mask."""
+    module: str | None = None
+    module_type: str | None = None
+    place: Place | None = None
+    op: str | None = None
+    name: str | None = None
+    optimizer: str | None = None
+    """Class name, for phase `optimizer`."""
+    owner: str | None = None
+    """The tensor that was bad before or turned bad: a parameter, buffer or batch field."""
+    finite_in_fp32: bool | None = None
+    """For low precision: does the same step stay finite in single precision? None when it was not tried."""
+    error: Exception | None = None
+    """What the step raised."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def facts(self) -> Facts | None:
+        return None if self.event is None else self.event.facts
+
+    @property
+    def is_low_precision(self) -> bool:
+        if self.facts is None:
+            return False
+        dtypes = [self.facts.dtype, *(t.get("dtype") for t in self.facts.inputs)]
+        return any(d in LOW_PRECISION or d in ("float16", "bfloat16") for d in dtypes)
+
+    def origin(self) -> Origin:
+        facts = self.facts
+        return Origin(
+            phase=self.phase,
+            op=self.op,
+            name=self.name,
+            module=self.module,
+            module_type=self.module_type,
+            file=self.place.file if self.place else None,
+            line=self.place.line if self.place else None,
+            code=self.place.text if self.place else None,
+            inputs=facts.inputs if facts else [],
+            outputs=facts.outputs if facts else [],
+        )
+
+
+def locate(trace: Trace, replayer: Replayer) -> Finding | None:
+    """The first bad op of a traced step; None when the step is finite."""
+    provenance = Provenance(trace.tracer, trace.leaves)
+    if trace.loss_kind and trace.loss_region is not None:
+        blames, sink = provenance.origins(trace.loss_region, trace.loss_kind), "the loss"
+    elif trace.bad_gradients:
+        blames = [
+            blame
+            for region, kind in trace.bad_gradients.values()
+            for blame in provenance.origins(region, kind)
+        ]
+        sink = f"the gradient of {_listed(trace.bad_gradients)}"
+    else:
+        return None
+    return _finding(trace, provenance, primary(blames), sink, replayer)
+
+
+def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
+    """The first bad op behind a buffer that turned bad and matters; None when there is none.
+
+    It matters when its value is used for the loss, or when its module takes part in the loss and updates it from its
+    old value (running statistics). A buffer that is only written is a metric.
+    """
+    if trace.loss_region is None:
+        return None
+    provenance = Provenance(trace.tracer, trace.leaves)
+    behind_loss = provenance.events_behind(trace.loss_region)
+    for name, (region, kind) in trace.bad_buffers.items():
+        if not provenance.feeds({region.storage}, trace.loss_region):
+            if not (provenance.feeds({region.storage}, region) and _is_used(name, trace, behind_loss, replayer)):
+                continue
+        finding = _finding(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
+        if finding is not None:
+            finding.owner = finding.owner or name
+        return finding
+    return None
+
+
+def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replayer) -> bool:
+    owner = replayer.model.get_submodule(buffer.rpartition(".")[0])
+    return any(
+        event.index in behind_loss and any(frame.module is owner for frame in event.frames)
+        for event in trace.tracer.events
+    )
+
+
+def _finding(
+    trace: Trace, provenance: Provenance, blame: Blame | None, sink: str, replayer: Replayer
+) -> Finding | None:
+    if blame is None:
+        return None
+    finding = Finding(trace, provenance, blame, "forward", sink)
+    crossing = _crossing(blame)
+    if blame.intended:
+        _blame_use_of_intended(finding)
+    elif blame.leaf is not None and not _is_leak(blame, crossing):
+        return _describe_leaf(finding, replayer)
+    elif blame.leaf is not None:
+        finding.event, finding.phase, finding.hidden = crossing, "backward", True
+    else:
+        finding.event = blame.event
+        assert blame.event is not None
+        if blame.event.phase == "backward" and not inside_recomputation(blame.event):
+            finding.phase = "backward"
+        elif crossing is not None and blame.conversion is not blame.event:
+            _judge_hidden(finding, crossing)
+    describe(finding, replayer)
+    return finding
+
+
+def _crossing(blame: Blame) -> Event | None:
+    """The backward op that read the bad value out of the forward pass."""
+    crossing = None
+    for event, before in zip(blame.path, [*blame.path[1:], None], strict=True):
+        if event.phase == "backward" and (before is None or before.phase == "forward"):
+            crossing = event
+    return crossing
+
+
+def _judge_hidden(finding: Finding, crossing: Event) -> None:
+    """A bad value of the forward pass that the loss does not show. Masked out, or absorbed as in 1 / (1 + inf)?"""
+    origin = finding.blame.event
+    assert origin is not None
+    same_op = finding.trace.tracer.forward_of(crossing) is origin
+    finding.hidden = has_masked_zeros(finding, crossing)
+    # Statistics that a norm saves for its backward are no value of the forward pass that anyone could see.
+    only_saved = bool(origin.writes) and origin.writes[0].kind == FINITE
+    if same_op and (finding.hidden or only_saved):
+        finding.phase = "backward"
+
+
+def has_masked_zeros(finding: Finding, event: Event | None) -> bool:
+    """Is the incoming gradient zero wherever this op's result is bad, because a mask upstream made it so?"""
+    if event is None or event.facts is None or event.phase != "backward":
+        return False
+    return any(
+        at.zeros == at.count and finding.provenance.is_masked_upstream(event, argument)
+        for argument, at in event.facts.at_bad.items()
+    )
+
+
+def _is_leak(blame: Blame, crossing: Event | None) -> bool:
+    """Marked as missing in the batch and masked out of the loss, but read by a derivative outside of every module."""
+    if crossing is None or blame.leaf is None or blame.leaf.kind != "batch":
+        return False
+    after = blame.path[blame.path.index(crossing) + 1 :]
+    return not any(frame.module is not None for event in after for frame in event.frames)
+
+
+def _blame_use_of_intended(finding: Finding) -> None:
+    """The path's last typed Inf is as the user wants it; the op after it let it out."""
+    path = finding.blame.path[::-1]
+    last = max((i for i, event in enumerate(path) if event.literal), default=-1)
+    after = path[last + 1 :] or path[-1:]
+    neutral = {"_log_softmax", "_softmax", "add", "masked_fill", "copy_", "_to_copy", "clone", "mul", "sub"}
+    chosen = next((event for event in after if event.op not in neutral), after[-1] if after else None)
+    finding.event, finding.reached_by_intent = chosen, True
+    if chosen is not None and chosen.phase == "backward":
+        finding.phase = "backward"
+
+
+def inside_recomputation(event: Event) -> bool:
+    """A forward op repeated by gradient checkpointing while backward runs."""
+    return any(is_user(f.code) for f in inside_engine(event.frames)) and not event.is_custom_backward
+
+
+def frames_to_show(event: Event) -> Sequence[Frame]:
+    inner = inside_engine(event.frames)
+    return inner if any(is_user(frame.code) for frame in inner) else event.frames
+
+
+def describe(finding: Finding, replayer: Replayer) -> None:
+    """Op, name, module and line for the finding's event."""
+    event = finding.event
+    if event is None:
+        return
+    tracer = finding.trace.tracer
+    finding.forward = event if event.phase == "forward" or inside_recomputation(event) else tracer.forward_of(event)
+    shown = finding.forward
+    finding.op = event.full_name
+    if event.is_custom_backward and event.reads:
+        frames = frames_to_show(event)
+        finding.name = event.api or event.op.strip("_")
+    elif shown is not None:
+        frames = frames_to_show(shown)
+        finding.name = shown.api or shown.op.strip("_")
+    else:
+        frames = frames_to_show(event)
+        finding.name = event.op.strip("_")
+    if event.is_custom_backward and not event.reads and event.node:
+        # A value made from nothing (uninitialised memory, a constant): the function is wrong, not a line of arithmetic.
+        finding.name = event.node.removesuffix("Backward")
+    finding.place = user_place(frames) or (user_place(shown.frames) if shown else None)
+    inner = innermost_module(frames, replayer.module_names)
+    if inner is None and shown is not None:
+        inner = innermost_module(shown.frames, replayer.module_names)
+    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
+
+
+def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
+    leaf = finding.blame.leaf
+    assert leaf is not None
+    user = finding.blame.path[-1] if finding.blame.path else None
+    finding.event = None
+    finding.owner = leaf.name
+    if user is not None:
+        shown = user if user.phase == "forward" else finding.trace.tracer.forward_of(user)
+        if shown is not None:
+            finding.place = user_place(frames_to_show(shown))
+    if leaf.kind == "batch":
+        finding.phase, finding.module, finding.op = "data", DATA, "data"
+        finding.name = "input" if _enters_model(finding.blame.path) else "target"
+        return finding
+    finding.phase = "params"
+    finding.op = leaf.kind if leaf.kind != "outside" else "tensor"
+    owner, _, finding.name = leaf.name.rpartition(".")
+    if leaf.kind == "outside":
+        finding.module = LOSS
+    else:
+        finding.module = owner
+        finding.module_type = _type_of(replayer.model, owner)
+    return finding
+
+
+def _enters_model(path: Sequence[Event]) -> bool:
+    return any(frame.module is not None for event in path for frame in event.frames)
+
+
+def _type_of(model: nn.Module, path: str) -> str | None:
+    try:
+        return type(model.get_submodule(path)).__name__
+    except AttributeError:
+        return None
+
+
+def _listed(names: dict[str, tuple[Region, int]]) -> str:
+    first = next(iter(names))
+    return first if len(names) == 1 else f"{len(names)} parameters, {first} first"

@@ -1,0 +1,200 @@
+"""From a step to a diagnosis. `diagnose` is for loops that know more of the step, `investigate` for any raw loop."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from . import remedies as remedy_trials
+from . import samples as sample_search
+from .causes import judge
+from .finding import Finding, locate, locate_buffer
+from .fixes import suggest
+from .frames import innermost_module, stack_of, user_place
+from .path import propagation
+from .provenance import Blame, Provenance
+from .raised import is_numeric
+from .replay import Replayer, Result, Trace, is_same_loss
+from .samples import Samples
+from .step import Effort, Step
+from .torch_private import missing
+from .update import locate_in_update, survives_bad_gradients
+
+
+@dataclass
+class Diagnosis:
+    """The answers to the five questions, with the names of an incident's fields."""
+
+    healthy: bool = False
+    signal: str = ""
+    """What was non-finite: `loss`, `gradients`, `buffers`, `update`, or `exception`."""
+    value: Any = None
+    micro_batch: int = 0
+    origin: Origin = field(default_factory=Origin)
+    cause: Cause = field(default_factory=Cause)
+    samples: list[int] = field(default_factory=list)
+    propagation: list[str] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
+    fix: str = ""
+    replay: Replay = field(default_factory=Replay)
+    error: Exception | None = None
+    """What the step itself raised."""
+    seconds: float = 0.0
+
+    def fill(self, incident: Incident) -> None:
+        """Put the answers into an incident that a trainer made."""
+        for name in ("origin", "cause", "samples", "propagation", "remedies", "fix", "replay"):
+            setattr(incident, name, getattr(self, name))
+
+
+def investigate(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    optimizer: Optimizer | None = None,
+    precision: str = "fp32",
+    *,
+    loss: Tensor | float | None = None,
+    effort: Effort | None = None,
+) -> Incident | None:
+    """Replay one step and explain what is non-finite in it; None when it is healthy. Leaves everything as it was.
+
+    With an optimizer its update is examined too, and gradients that it copes with are not an incident.
+    An exception of the step that has nothing to do with its numbers is raised as it is.
+    """
+    step = Step(model, loss_fn, [batch], optimizer, precision, loss=loss)
+    diagnosis = diagnose(step, effort or Effort())
+    if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
+        raise diagnosis.error
+    if diagnosis.healthy:
+        return None
+    incident = Incident(
+        step=0,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        trigger=Trigger("investigate", diagnosis.signal, diagnosis.value),
+        decision=Outcome("none", [f"non-finite {diagnosis.signal}"]),
+    )
+    diagnosis.fill(incident)
+    return incident
+
+
+def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
+    """Never raises: what fails inside becomes a diagnosis that says so."""
+    started = time.perf_counter()
+    try:
+        if absent := missing():
+            raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
+        with Replayer(step) as replayer:
+            diagnosis = _diagnose(replayer, effort or Effort())
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        explanation = f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        diagnosis = Diagnosis(signal="unknown", cause=Cause("unknown", explanation))
+    diagnosis.seconds = time.perf_counter() - started
+    return diagnosis
+
+
+def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
+    trace = replayer.traced()
+    finding, signal = _find(replayer, trace)
+    if finding is None and replayer.is_compiled and trace.error is None:
+        return _compare_with_compiled(replayer, trace)
+    if finding is None:
+        healthy = trace.finite or signal == "handled"
+        return Diagnosis(healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None))
+    diagnosis = Diagnosis(signal=signal, micro_batch=trace.micro_batch, error=trace.error)
+    diagnosis.value = float(trace.loss) if signal == "loss" and trace.loss is not None else finding.sink
+    if finding.is_low_precision or remedy_trials.uses_low_precision(replayer):
+        finding.finite_in_fp32 = remedy_trials.in_fp32(replayer).finite
+    diagnosis.origin = finding.origin()
+    diagnosis.cause = judge(finding)
+    diagnosis.propagation = propagation(finding, replayer)
+    again = replayer.plain()
+    diagnosis.replay = _replay_of(replayer, trace, again)
+    found = Samples([])
+    if effort.samples and finding.phase not in ("params", "optimizer"):
+        found = sample_search.search(replayer, finding, effort.max_replays // 2)
+        diagnosis.samples = found.guilty
+        if found.guilty and found.note:
+            diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
+    if effort.remedies:
+        trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
+        diagnosis.remedies = remedy_trials.try_all(trials)
+    diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
+    return diagnosis
+
+
+def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
+    if trace.error is not None:
+        return _find_error(replayer, trace), "exception"
+    if trace.loss_kind:
+        return locate(trace, replayer), "loss"
+    if trace.bad_gradients:
+        if survives_bad_gradients(replayer):
+            return None, "handled"
+        return locate(trace, replayer), "gradients"
+    finding = locate_buffer(trace, replayer)
+    if finding is not None:
+        return finding, "buffers"
+    return locate_in_update(replayer, trace), "update"
+
+
+def _find_error(replayer: Replayer, trace: Trace) -> Finding | None:
+    """Raised because a value was already bad: where that began. Raised because of a value itself: where it was raised."""
+    error = trace.error
+    assert error is not None
+    frames = stack_of(error.__traceback__)
+    provenance = Provenance(trace.tracer, trace.leaves)
+    bad = next((event for event in reversed(trace.tracer.events) if event.kind_out and not event.uninitialised), None)
+    if bad is not None and (bad.kind_out > 1 or not bad.literal) and ("nan" in str(error).lower() or "inf" in str(error).lower() or is_numeric(error)):
+        worst = max(bad.writes, key=lambda access: access.kind)
+        trace.loss_region, kind = worst.region, worst.kind
+        from .finding import _finding
+        from .provenance import primary
+
+        blame = primary(provenance.origins(worst.region, kind))
+        if blame is not None and not blame.intended:
+            return _finding(trace, provenance, blame, f"{type(error).__name__}", replayer)
+    if not is_numeric(error):
+        return None
+    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
+    finding.place = user_place(frames)
+    inner = innermost_module(frames, replayer.module_names)
+    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else ("<loss>", None)
+    finding.op = finding.name = trace.tracer.api.failed or "call"
+    return finding
+
+
+def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay:
+    import torch
+
+    loss = trace.losses[0] if len(trace.losses) == 1 else torch.stack(trace.losses).mean() if trace.losses else None
+    reproduced = is_same_loss(loss, replayer.step.loss)
+    if again is None:
+        return Replay(reproduced)
+    same = is_same_loss(again.loss, loss) if loss is not None else None
+    return Replay(reproduced if reproduced is not None else not again.finite, same)
+
+
+def _compare_with_compiled(replayer: Replayer, trace: Trace) -> Diagnosis:
+    """Eager is healthy. If the compiled model is not, the difference is all that can be said."""
+    compiled = replayer.plain(eager=False)
+    if compiled.finite:
+        return Diagnosis(healthy=True, replay=_replay_of(replayer, trace, compiled))
+    loss = float(trace.loss) if trace.loss is not None else None
+    return Diagnosis(
+        signal="loss",
+        value=compiled.loss_value,
+        cause=Cause("unknown", "the compiled model gives a non-finite step, the same step in eager mode is finite"),
+        remedies=[Remedy("eager", True, loss, "without torch.compile")],
+        fix="run without torch.compile, or compile with fewer fusions, and report the difference. Verified: eager is finite.",
+        replay=Replay(True, None),
+    )

@@ -1,0 +1,198 @@
+"""Walks the tracer's record backwards from a bad value to where it began.
+
+    NaN wanted   follow NaN inputs; else Inf inputs: the op converted them (inf - inf, 0 * inf), so blame where the Inf was
+                 computed, or the conversion itself if every Inf was intended; else this op is the origin
+    Inf wanted   follow Inf inputs; else this op is the origin, intended if the Inf was typed (masked_fill(mask, -inf))
+    no writer    a tensor that was there before the step
+
+A mask of -inf drops out by itself: softmax turns it into zeros, so the walk never enters it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .replay import Leaf
+from .tracer import EVERYTHING, Event, Region, Tracer
+from .values import FINITE, INF, NAN
+
+
+@dataclass
+class Blame:
+    """Where a bad value began."""
+
+    event: Event | None
+    """The op that made it; None when it was there before the step."""
+    leaf: Leaf | None = None
+    conversion: Event | None = None
+    """The op that made NaN out of the Inf."""
+    intended: bool = False
+    path: list[Event] = field(default_factory=list)
+    """From the op that wrote the sink to the op that read or made the first bad value."""
+
+    @property
+    def order(self) -> int:
+        return -1 if self.event is None else self.event.index
+
+
+class _Link(NamedTuple):
+    event: Event
+    after: _Link | None
+
+
+class _Wanted(NamedTuple):
+    region: Region
+    before: int
+    kind: int
+    link: _Link | None
+
+
+class Provenance:
+    def __init__(self, tracer: Tracer, leaves: dict[int, Leaf]) -> None:
+        self._tracer = tracer
+        self._leaves = leaves
+
+    def origins(self, region: Region, kind: int, before: int = EVERYTHING) -> list[Blame]:
+        """Everything that a bad value in this region comes from, earliest first."""
+        return sorted(self._walk([_Wanted(region, before, kind, None)], set()), key=lambda blame: blame.order)
+
+    def _walk(self, todo: list[_Wanted], seen: set[tuple[int, int]]) -> list[Blame]:
+        found: list[Blame] = []
+        while todo:
+            wanted = todo.pop()
+            event = self._tracer.writer(wanted.region, wanted.before, wanted.kind)
+            event = event or self._tracer.writer(wanted.region, wanted.before, INF)
+            if event is None:
+                if (-wanted.region.storage, 0) not in seen:
+                    seen.add((-wanted.region.storage, 0))
+                    found.append(self._leaf(wanted))
+                continue
+            if (event.index, wanted.kind) in seen:
+                continue
+            seen.add((event.index, wanted.kind))
+            link = _Link(event, wanted.link)
+            if event.uninitialised:
+                found.append(Blame(event, path=_path(link)))
+            elif wanted.kind == NAN and event.kind_out == NAN:
+                self._explain_nan(event, link, todo, found)
+            else:
+                self._explain_inf(event, link, todo, found, seen)
+        return found
+
+    def _explain_nan(self, event: Event, link: _Link, todo: list[_Wanted], found: list[Blame]) -> None:
+        if event.kind_in == NAN:
+            todo += _inputs(event, NAN, link)
+        elif event.kind_in == INF:
+            sources = self._walk(_inputs(event, INF, link), set())
+            for source in sources:
+                source.conversion = source.conversion or event
+            computed = [source for source in sources if not source.intended]
+            found += computed or [Blame(event, conversion=event, path=_path(link))]
+        else:
+            found.append(Blame(event, path=_path(link)))
+
+    def _explain_inf(
+        self, event: Event, link: _Link, todo: list[_Wanted], found: list[Blame], seen: set[tuple[int, int]]
+    ) -> None:
+        typed = event.literal == INF and event.kind_out == INF
+        sources = _inputs(event, INF, link) or _inputs(event, NAN, link)
+        if not sources:
+            found.append(Blame(event, intended=typed, path=_path(link)))
+        elif typed:
+            inner = self._walk(sources, seen)
+            if all(blame.intended for blame in inner):
+                found.append(Blame(event, intended=True, path=_path(link)))
+            else:
+                found += [blame for blame in inner if not blame.intended]
+        else:
+            todo += sources
+
+    def _leaf(self, wanted: _Wanted) -> Blame:
+        leaf = self._leaves.get(wanted.region.storage)
+        if leaf is None:
+            leaf = Leaf("outside", "a tensor made outside of the step", is_mask=False)
+        return Blame(None, leaf, intended=leaf.is_mask and wanted.kind == INF, path=_path(wanted.link))
+
+    # ---- questions about finite values -----------------------------------------------------------------------------
+
+    def is_masked_upstream(self, event: Event, argument: str, depth: int = 8) -> bool:
+        """Is this operand of a backward op a gradient that a masking op (where, indexing, clamp) has zeroed?"""
+        regions = [(access.region, event.index) for access in event.reads if access.name == argument]
+        seen = set()
+        for _ in range(depth):
+            following = []
+            for region, before in regions:
+                writer = self._tracer.writer(region, before, FINITE)
+                if writer is None or writer.phase != "backward" or writer.index in seen:
+                    continue
+                seen.add(writer.index)
+                node = (writer.node or "").removeprefix("torch::autograd::")
+                if node.startswith(_MASKING_NODES) and writer.node_number != event.node_number:
+                    return True
+                following += [(access.region, writer.index) for access in writer.reads]
+            regions = following
+        return False
+
+    def feeds(self, sources: set[int], sink: Region) -> bool:
+        """Does anything stored in these storages before the step flow into the sink, finite or not?"""
+        return bool(sources & self._reached(sink)[0])
+
+    def events_behind(self, sink: Region) -> set[int]:
+        """Indices of all ops that the sink depends on."""
+        return self._reached(sink)[1]
+
+    def _reached(self, sink: Region) -> tuple[set[int], set[int]]:
+        storages: set[int] = set()
+        seen: set[int] = set()
+        todo = [(sink, EVERYTHING)]
+        while todo:
+            region, before = todo.pop()
+            writer = self._tracer.writer(region, before, FINITE)
+            if writer is None:
+                storages.add(region.storage)
+            elif writer.index not in seen:
+                seen.add(writer.index)
+                todo += [(access.region, writer.index) for access in writer.reads]
+        return storages, seen
+
+
+# Prefixes of autograd nodes whose backward sets parts of a gradient to zero.
+_MASKING_NODES = ("Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "Gather", "Select", "Slice", "Clamp") + (
+    "Threshold",
+    "Relu",
+    "Maximum",
+    "Minimum",
+    "MaxBackward",
+    "MinBackward",
+    "Amax",
+    "Amin",
+    "Topk",
+    "Sort",
+    "Mul",
+    "CopySlices",
+    "NllLoss",
+    "Triu",
+    "Tril",
+    "NanToNum",
+    "Nansum",
+)
+
+
+def _inputs(event: Event, kind: int, link: _Link) -> list[_Wanted]:
+    return [_Wanted(access.region, event.index, kind, link) for access in event.reads if access.kind == kind]
+
+
+def _path(link: _Link | None) -> list[Event]:
+    events = []
+    while link is not None:
+        events.append(link.event)
+        link = link.after
+    return events[::-1]
+
+
+def primary(blames: Iterable[Blame]) -> Blame | None:
+    """The earliest that was not intended; else the earliest."""
+    ordered = sorted(blames, key=lambda blame: (blame.intended, blame.order))
+    return ordered[0] if ordered else None

@@ -1,0 +1,33 @@
+"""Exceptions that a step raises because of its numbers: they are incidents like a NaN."""
+
+from __future__ import annotations
+
+import re
+
+from ..incident import Cause
+
+# (label, pattern, what it means). The patterns are the messages of torch.
+_MESSAGES = [
+    ("bad_input_data", r"Target -?\d+ is out of bounds", "a class index is outside of the range of the scores"),
+    ("bad_input_data", r"index -?\d+ is out of bounds|index out of range|out of bounds for dimension", "an index is outside of the table it is used on"),
+    ("bad_input_data", r"Class values must be smaller than num_classes|Class values must be non-negative", "a class index is outside of the range of the classes"),
+    ("empty_reduction", r"more than 1 (value per channel|spatial element) when training", "a normalisation over one value has no variance"),
+    ("empty_reduction", r"(reduction|operation) over .*(empty|zero)|Expected reduction dim .* to have non-zero size|numel\(\) == 0", "a reduction over no values"),
+    ("degenerate_decomposition", r"failed to converge|not positive.definite|is singular|ill-conditioned|linalg\.(svd|eigh|eig|cholesky|inv|solve|lu)", "the matrix cannot be decomposed"),
+    ("fp16_overflow", r"cannot be converted to type .*(Half|BFloat16) without overflow", "a constant exceeds the range of half precision"),
+    ("invalid_domain", r"should be between 0 and 1|to satisfy the constraint|to be within the support|invalid multinomial distribution|probability tensor contains either|p(robability)? has to be between|expects p_in", "a value is outside of the domain of the function"),
+    ("infeasible_target", r"(input|target)_lengths? must be|Expected (input|target)_lengths", "a target does not fit its input"),
+]  # fmt: skip
+
+
+def explain_error(error: BaseException) -> Cause:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    for label, pattern, meaning in _MESSAGES:
+        if re.search(pattern, str(error), re.IGNORECASE):
+            return Cause(label, f"{meaning}: {text}")
+    return Cause("unknown", f"the step raised {type(error).__name__}: {text}")
+
+
+def is_numeric(error: BaseException) -> bool:
+    """Was this raised because of the values, not because of a mistake in the program?"""
+    return explain_error(error).label != "unknown"

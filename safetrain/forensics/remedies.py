@@ -1,0 +1,288 @@
+"""Remedies, tried by counterfactual replay, cheapest first: would the step have stayed finite?
+
+A remedy is one function that gives `Remedy` entries; `REMEDIES` lists them in order. One that raises is "not applicable".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..incident import Remedy
+from .casts import cast_floats, fp32_island, model_as
+from .finding import DATA, LOSS, Finding, locate
+from .replay import Replayer, Result, named_fields
+from .samples import Samples
+from .schemas import tensors_in
+from .substitutes import SUBSTITUTES, SafeVariant
+from .update import update_is_finite
+from .values import LOW_PRECISION, numbers
+
+
+class Trials:
+    """What a remedy may use: the replayer, what was found, and a budget."""
+
+    def __init__(self, replayer: Replayer, finding: Finding, samples: Samples, max_replays: int) -> None:
+        self.replayer = replayer
+        self.finding = finding
+        self.samples = samples
+        self._last = replayer.num_replays + max_replays
+        self.tried: list[Remedy] = []
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.replayer.model, *self.replayer.sandbox.loss_modules]
+
+    @property
+    def has_success(self) -> bool:
+        return any(remedy.finite for remedy in self.tried)
+
+    @property
+    def has_budget(self) -> bool:
+        return self.replayer.num_replays < self._last
+
+    def replay(self, name: str, detail: str, *changes: AbstractContextManager[Any], **options: Any) -> Remedy:
+        """The step with these changes, and its update if that is where it went wrong."""
+        result = self.replayer.plain(changes=changes, **options)
+        return self.judged(name, detail, result)
+
+    def judged(self, name: str, detail: str, result: Result) -> Remedy:
+        if result.error is not None:
+            error = str(result.error).strip().splitlines() or [type(result.error).__name__]
+            return Remedy(name, False, None, f"{detail}: not applicable ({error[0][:120]})")
+        finite = result.finite
+        if finite and self.finding.phase == "optimizer":
+            finite = update_is_finite(self.replayer)
+        return Remedy(name, finite, result.loss_value, detail)
+
+
+def try_all(trials: Trials) -> list[Remedy]:
+    for remedy in REMEDIES:
+        if not trials.has_budget:
+            break
+        try:
+            trials.tried += remedy(trials)
+        except Exception as error:
+            name = getattr(remedy, "__name__", "remedy")
+            trials.tried.append(Remedy(name, False, None, f"not applicable ({type(error).__name__}: {error})"[:160]))
+    return trials.tried
+
+
+def retry(trials: Trials) -> Iterator[Remedy]:
+    yield trials.replay("retry", "the same step once more")
+
+
+def retry_with_other_random_numbers(trials: Trials) -> Iterator[Remedy]:
+    before = torch.get_rng_state()
+    trials.replayer.sandbox.rewind()
+    if torch.equal(before, torch.get_rng_state()):
+        return  # the step draws no random numbers
+    torch.set_rng_state(before)
+    yield trials.replay("other_random_numbers", "the same step with other random numbers", rewind_random=False)
+
+
+def drop_samples(trials: Trials) -> Iterator[Remedy]:
+    samples = trials.samples
+    if samples.guilty and samples.without is not None:
+        result = samples.without
+        yield Remedy("drop_samples", result.finite, result.loss_value, f"without samples {samples.guilty}")
+
+
+def clean_input(trials: Trials) -> Iterator[Remedy]:
+    """NaN and Inf in the batch set to 0."""
+    if trials.finding.module != DATA:
+        return
+    window = [cast_bad_to_zero(batch) for batch in trials.replayer.step.window]
+    yield trials.replay("clean_input", f"with the non-finite values of {trials.finding.owner} set to 0", window=window)
+
+
+def repair_state(trials: Trials) -> Iterator[Remedy]:
+    """Parameters and buffers that were bad before the step, with finite values in the bad places."""
+    if trials.finding.phase == "params" and trials.finding.owner is not None:
+        detail = f"with the non-finite values of {trials.finding.owner} replaced by the mean of its finite ones"
+        yield trials.replay("repair_state", detail, _repaired(trials.models))
+
+
+def safe_op(trials: Trials) -> Iterator[Remedy]:
+    finding = trials.finding
+    if finding.place is None or finding.event is None:
+        return
+    name = finding.name or ""
+    # First only the op that was blamed; then all of the line, when it has several that go wrong in the same place.
+    for names in [{name}, None] if name in SUBSTITUTES else [None]:
+        variant = SafeVariant(finding.place, names)
+        where = f"{finding.place.file.rpartition('/')[2]}:{finding.place.line}"
+        detail = f"with {name if names else 'the ops'} at {where} replaced by the safe variant"
+        if finding.phase == "optimizer":
+            result = trials.replayer.plain()
+            finite = result.finite and update_is_finite(trials.replayer, [variant])
+            remedy = Remedy("safe_op", finite, result.loss_value, detail)
+        else:
+            remedy = trials.replay("safe_op", detail, variant)
+        if variant.num_hits:
+            yield remedy
+            if remedy.finite:
+                return
+
+
+def larger_eps(trials: Trials) -> Iterator[Remedy]:
+    optimizer = trials.replayer.step.optimizer
+    if trials.finding.phase != "optimizer" or optimizer is None or "eps" not in optimizer.param_groups[0]:
+        return
+    result = trials.replayer.plain()
+    for eps in (1e-4, 1e-3):
+        finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "eps", eps)])
+        yield Remedy("optimizer_eps", finite, result.loss_value, f"with eps={eps} in the optimizer")
+        if finite:
+            return
+
+
+def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
+    optimizer = trials.replayer.step.optimizer
+    if trials.finding.phase != "optimizer" or optimizer is None or not trials.finding.notes:
+        return
+    result = trials.replayer.plain()
+    lr = float(optimizer.defaults.get("lr", 1e-3))
+    finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "lr", lr)])
+    yield Remedy("learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with")
+
+
+def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:
+    if uses_low_precision(trials.replayer):
+        yield trials.judged("fp32", "the whole step in single precision", in_fp32(trials.replayer))
+
+
+def island(trials: Trials) -> Iterator[Remedy]:
+    """The blamed module in fp32, then ever more of its surroundings."""
+    path = trials.finding.module
+    if trials.replayer.step.precision == "fp32" or path is None or path in (LOSS, DATA):
+        return
+    while path and trials.has_budget:
+        module = trials.replayer.model.get_submodule(path)
+        remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        yield remedy
+        if remedy.finite:
+            return
+        path = path.rpartition(".")[0]
+
+
+def smaller_loss_scale(trials: Trials) -> Iterator[Remedy]:
+    finding, scale = trials.finding, trials.replayer.step.loss_scale
+    if finding.phase != "backward" or not uses_low_precision(trials.replayer):
+        return
+    for divisor in (2**8, 2**16):
+        remedy = trials.replay("loss_scale", f"with the loss scaled by 1/{divisor}", loss_scale=scale / divisor)
+        yield remedy
+        if remedy.finite:
+            return
+
+
+def double_precision(trials: Trials) -> Iterator[Remedy]:
+    window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
+    yield trials.replay("fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window)
+
+
+def zero_bad_values(trials: Trials) -> Iterator[Remedy]:
+    """The last resort shows at least that the blamed op is the only thing wrong: its bad results are set to 0."""
+    if trials.has_success or trials.finding.event is None or trials.finding.phase == "optimizer":
+        return
+    interventions: dict[int, Any] = {}
+    finding: Finding | None = trials.finding
+    for _ in range(4):
+        if finding is None or finding.event is None or finding.event.number < 0:
+            break
+        interventions[finding.event.number] = _zeroed
+        trace = trials.replayer.traced(interventions, trials.finding.trace.micro_batch)
+        if trace.error is not None:
+            break
+        if trace.finite:
+            loss = float(trace.loss) if trace.loss is not None else None
+            detail = f"with the non-finite results of {trials.finding.name} set to 0"
+            yield Remedy("zero_bad_values", True, loss, detail)
+            return
+        finding = locate(trace, trials.replayer)
+    yield Remedy("zero_bad_values", False, None, f"with the non-finite results of {trials.finding.name} set to 0")
+
+
+REMEDIES: list[Callable[[Trials], Iterator[Remedy]]] = [
+    retry,
+    retry_with_other_random_numbers,
+    drop_samples,
+    clean_input,
+    repair_state,
+    safe_op,
+    larger_eps,
+    finite_learning_rate,
+    whole_step_in_fp32,
+    island,
+    smaller_loss_scale,
+    double_precision,
+    zero_bad_values,
+]
+
+
+def uses_low_precision(replayer: Replayer) -> bool:
+    return replayer.step.precision != "fp32" or any(p.dtype in LOW_PRECISION for p in replayer.parameters.values())
+
+
+def in_fp32(replayer: Replayer) -> Result:
+    """The step with nothing in half precision: autocast off, half parameters, buffers and batch as float32."""
+    models = [replayer.model, *replayer.sandbox.loss_modules]
+    window = [cast_floats(batch, torch.float32, LOW_PRECISION) for batch in replayer.step.window]
+    return replayer.plain(window=window, changes=[model_as(models, torch.float32, LOW_PRECISION)])
+
+
+def cast_bad_to_zero(batch: Any) -> Any:
+    from ..batch import map_tensors
+
+    def cleaned(item: Any) -> Any:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return torch.nan_to_num(item, nan=0.0, posinf=0.0, neginf=0.0)
+        return item
+
+    return map_tensors(batch, cleaned)
+
+
+@contextmanager
+def _repaired(models: list[nn.Module]) -> Iterator[None]:
+    tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
+    saved = []
+    for tensor in tensors:
+        values = numbers(tensor)
+        if values is not None and not bool(torch.isfinite(values).all()):
+            saved.append((tensor, tensor.detach().clone()))
+            finite = values[torch.isfinite(values)]
+            fill = float(finite.float().mean()) if finite.numel() else 0.0
+            tensor.data.copy_(torch.where(torch.isfinite(tensor.data), tensor.data, torch.full_like(tensor.data, fill)))
+    try:
+        yield
+    finally:
+        for tensor, value in saved:
+            tensor.data.copy_(value)
+
+
+@contextmanager
+def _group_option(optimizer: torch.optim.Optimizer, key: str, value: float) -> Iterator[None]:
+    saved = [group[key] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group[key] = value
+    try:
+        yield
+    finally:
+        for group, old in zip(optimizer.param_groups, saved, strict=True):
+            group[key] = old
+
+
+def _zeroed(result: Any) -> Any:
+    """In place, so that autograd saves the repaired values too."""
+    for tensor in tensors_in(result):
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            tensor.copy_(torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor)))
+    return result
+
+
+__all__ = ["REMEDIES", "Trials", "in_fp32", "named_fields", "try_all", "uses_low_precision"]

@@ -1,0 +1,311 @@
+"""Runs a step again, as it was: plainly, to see whether it stays finite, or traced, to see where it goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..batch import map_tensors
+from .sandbox import Sandbox
+from .step import Step
+from .tracer import Intervention, Region, Tracer
+from .values import FINITE, INF, kind_of, numbers, same_bits
+
+
+@dataclass
+class Result:
+    """How a plain replay went."""
+
+    loss: Tensor | None = None
+    """Mean over the window."""
+    bad_gradients: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def finite(self) -> bool:
+        return self.error is None and self.loss is not None and not kind_of(self.loss) and not self.bad_gradients
+
+    @property
+    def loss_value(self) -> float | None:
+        return None if self.loss is None else float(self.loss)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that was there before the step."""
+
+    kind: str
+    """`parameter`, `buffer`, `batch`, or `outside`: held by the loss function."""
+    name: str
+    is_mask: bool
+    """Holds -inf on purpose."""
+
+
+@dataclass
+class Trace:
+    """The record of one traced micro-batch, the first bad one if any is."""
+
+    tracer: Tracer
+    leaves: dict[int, Leaf]
+    micro_batch: int
+    batch: Any
+    loss: Tensor | None = None
+    loss_region: Region | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    bad_gradients: dict[str, tuple[Region, int]] = field(default_factory=dict)
+    bad_buffers: dict[str, tuple[Region, int]] = field(default_factory=dict)
+    error: Exception | None = None
+
+    @property
+    def loss_kind(self) -> int:
+        return FINITE if self.loss is None else kind_of(self.loss)
+
+    @property
+    def finite(self) -> bool:
+        return self.error is None and not self.loss_kind and not self.bad_gradients
+
+
+class Replayer:
+    """Replays one step any number of times. Use it as a context manager: at its end nothing is as if it had ever run."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.model = unwrapped_model(step.model)
+        self.is_compiled = _is_compiled(step.model)
+        self.parameters = _named_parameters(self.model, step)
+        self.module_names = {id(module): name for name, module in self.model.named_modules()}
+        self.num_replays = 0
+
+    def __enter__(self) -> Replayer:
+        step = self.step
+        self.sandbox = Sandbox(
+            self.model, step.loss_fn, list(self.parameters.values()), step.random_state, step.buffers
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sandbox.leave()
+
+    # ---- plain -----------------------------------------------------------------------------------------------------
+
+    def plain(
+        self,
+        window: Sequence[Any] | None = None,
+        changes: Sequence[AbstractContextManager[Any]] = (),
+        loss_scale: float | None = None,
+        backward: bool = True,
+        eager: bool = True,
+        rewind_random: bool = True,
+    ) -> Result:
+        """Run the window with `changes` entered around it. An exception of the step is a result, not raised."""
+        self.num_replays += 1
+        random_now = torch.get_rng_state()
+        self.sandbox.rewind()
+        if not rewind_random:
+            torch.set_rng_state(random_now)
+        window = self.step.window if window is None else window
+        result, losses = Result(), []
+        with ExitStack() as stack:
+            if eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            try:
+                for change in changes:
+                    stack.enter_context(change)
+                for batch in window:
+                    loss = self._forward(fresh(batch), self.model if eager else self.step.model)
+                    losses.append(loss.detach().clone())
+                    if kind_of(loss) == FINITE and backward and loss.requires_grad:
+                        self._backward(loss, len(window), loss_scale)
+                result.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+                result.bad_gradients = self.bad_gradients()
+            except Exception as error:
+                result.error = error
+        return result
+
+    def _forward(self, batch: Any, model: nn.Module) -> Tensor:
+        from ..assembly import split_loss
+
+        with self.step.autocast():
+            output = self.step.loss_fn(model, batch)
+        loss, _ = split_loss(output, "loss_fn")
+        return loss
+
+    def _backward(self, loss: Tensor, num_batches: int, scale: float | None = None) -> None:
+        factor = (self.step.loss_scale if scale is None else scale) / num_batches
+        # Not loss.backward(): that would switch off the mode that knows the names of functions.
+        torch.autograd.backward(loss if factor == 1 else loss * factor)
+
+    def bad_gradients(self) -> list[str]:
+        return [name for name, p in self.parameters.items() if p.grad is not None and kind_of(p.grad)]
+
+    # ---- traced ----------------------------------------------------------------------------------------------------
+
+    def traced(self, interventions: Mapping[int, Intervention] | None = None, micro_batch: int | None = None) -> Trace:
+        """Trace the micro-batches in order, up to the first bad one. Interventions apply to `micro_batch` only."""
+        self.num_replays += 1
+        self.sandbox.rewind()
+        losses: list[Tensor] = []
+        window = self.step.window
+        for index, batch in enumerate(window):
+            changed = interventions if micro_batch in (None, index) else None
+            trace = self._trace_one(index, fresh(batch), len(window), changed)
+            if trace.loss is not None:
+                losses.append(trace.loss)
+            trace.losses = losses
+            if not trace.finite:
+                break
+        trace.bad_buffers = self._bad_buffers(trace.tracer)
+        return trace
+
+    def _trace_one(
+        self, index: int, batch: Any, num_batches: int, interventions: Mapping[int, Intervention] | None
+    ) -> Trace:
+        tracer = Tracer(_run_traced.__code__, interventions, self.sandbox.before_write)
+        trace = Trace(tracer, self._leaves(tracer, batch), index, batch)
+        with torch.compiler.set_stance("force_eager"), tracer.recording():
+            _run_traced(self, trace, num_batches)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and (kind := kind_of(parameter.grad)):
+                trace.bad_gradients[name] = (tracer.storages.region(parameter.grad), kind)
+        return trace
+
+    def _leaves(self, tracer: Tracer, batch: Any) -> dict[int, Leaf]:
+        found: dict[int, Leaf] = {}
+
+        def add(kind: str, name: str, tensor: Tensor) -> None:
+            found.setdefault(tracer.storages.region(tensor).storage, Leaf(kind, name, _is_mask(kind, tensor)))
+
+        for name, parameter in self.model.named_parameters():
+            add("parameter", name, parameter)
+        for name, buffer in self.model.named_buffers():
+            add("buffer", name, buffer)
+        for name, tensor in named_fields(batch):
+            add("batch", name, tensor)
+        for module in self.sandbox.loss_modules:
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                add("outside", f"{type(module).__name__}.{name}", tensor)
+        return found
+
+    def _bad_buffers(self, tracer: Tracer) -> dict[str, tuple[Region, int]]:
+        """Buffers that were finite before the step and are not after it."""
+        result = {}
+        before = {(id(module), name): value for module, name, value in self.sandbox.buffers_before()}
+        for path, module in self.model.named_modules():
+            for name, buffer in module._buffers.items():
+                old = before.get((id(module), name))
+                if buffer is not None and (kind := kind_of(buffer)) and old is not None and not kind_of(old):
+                    result[f"{path}.{name}" if path else name] = (tracer.storages.region(buffer), kind)
+        return result
+
+
+def _run_traced(replayer: Replayer, trace: Trace, num_batches: int) -> None:
+    """Stacks of traced ops end here."""
+    try:
+        loss = replayer._forward(trace.batch, replayer.model)
+    except Exception as error:
+        trace.error = error
+        return
+    trace.loss = loss.detach().clone()
+    trace.loss_region = trace.tracer.storages.region(loss)
+    if kind_of(loss) == FINITE and loss.requires_grad:
+        try:
+            _watch_python_nodes(loss, trace.tracer)
+            replayer._backward(loss, num_batches)
+        except Exception as error:
+            trace.error = error
+
+
+def _watch_python_nodes(loss: Tensor, tracer: Tracer) -> None:
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            node.register_hook(
+                lambda gradients, incoming, n=node: tracer.gradient_of_python_node(n, incoming, gradients)
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel and torch.compile around it: a replay is local and eager."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif _is_compiled(model):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "_orig_mod", None), nn.Module)
+
+
+def _named_parameters(model: nn.Module, step: Step) -> dict[str, nn.Parameter]:
+    """Those of the model, and any others that the optimizer moves (a loss with weights of its own)."""
+    named = dict(model.named_parameters())
+    known = {id(p) for p in named.values()}
+    if step.optimizer is not None:
+        for g, group in enumerate(step.optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    named[f"<loss>.param_groups[{g}][{i}]"] = parameter
+    return named
+
+
+def fresh(batch: Any) -> Any:
+    """A copy that the step may change in place."""
+    return map_tensors(batch, _copied)
+
+
+def _copied(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.detach().clone().requires_grad_(item.requires_grad)
+    return item.clone() if hasattr(item, "clone") else item
+
+
+def named_fields(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested batch with its path: `batch[0]`, `batch['x']`, `batch.x`."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from named_fields(value, f"{name}[{key!r}]")
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        for key in batch._fields:
+            yield from named_fields(getattr(batch, key), f"{name}.{key}")
+    elif isinstance(batch, (list, tuple)):
+        for index, value in enumerate(batch):
+            yield from named_fields(value, f"{name}[{index}]")
+    elif hasattr(batch, "__dict__") and not isinstance(batch, (type, nn.Module)) and not callable(batch):
+        for key, value in vars(batch).items():
+            if isinstance(value, (Tensor, Mapping, list, tuple)):
+                yield from named_fields(value, f"{name}.{key}")
+
+
+def _is_mask(kind: str, tensor: Tensor) -> bool:
+    """-inf is the only bad value. In a batch, a mask has zeros beside it; a spectrogram with log(0) has other values."""
+    if kind_of(tensor) != INF:
+        return False
+    values = numbers(tensor)
+    if values is None or bool((values == torch.inf).any()):
+        return False
+    return kind == "buffer" or not bool(values[torch.isfinite(values)].any())
+
+
+def is_same_loss(loss: Tensor | None, original: Tensor | float | None) -> bool | None:
+    """Bitwise, NaN equal to NaN; None when there is nothing to compare with."""
+    if loss is None or original is None:
+        return None
+    if isinstance(original, Tensor):
+        return same_bits(loss.cpu().reshape(()), original.detach().cpu().to(loss.dtype).reshape(()))
+    return same_bits(loss.cpu().double().reshape(()), torch.tensor(float(original), dtype=torch.float64))

@@ -1,0 +1,142 @@
+"""Which elements of the batch make the step bad: read off at the origin, else searched by leaving some out.
+
+Only samples without which the step is finite are reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import num_samples
+from .finding import Finding
+from .replay import Replayer, Result, named_fields
+from .values import bad_positions
+
+
+@dataclasses.dataclass
+class Samples:
+    guilty: list[int]
+    note: str = ""
+    without: Result | None = None
+    """The step without them."""
+
+
+def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
+    batch = replayer.step.window[finding.trace.micro_batch]
+    size = num_samples(batch)
+    if size < 2:
+        return Samples([], "the batch holds one sample")
+    trial = _Trial(replayer, batch, size, max_replays)
+    for candidate in _read_off(finding, batch, size):
+        if 0 < len(candidate) <= size // 2 and trial.is_finite_without(frozenset(candidate)):
+            return _with_note(trial, candidate)
+    guilty = trial.smallest_set()
+    if not guilty:
+        return Samples([], "no few samples are to blame: leaving some out does not make the step finite")
+    return _with_note(trial, guilty)
+
+
+def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
+    without = trial.result_without(frozenset(guilty))
+    alone = trial.result_without(frozenset(range(trial.size)) - set(guilty))
+    interact = alone.finite
+    note = "they are bad only together with other samples of the batch" if interact else ""
+    return Samples(sorted(guilty), note, without)
+
+
+class _Trial:
+    def __init__(self, replayer: Replayer, batch: Any, size: int, max_replays: int) -> None:
+        self._replayer = replayer
+        self._batch = batch
+        self._results: dict[frozenset[int], Result] = {}
+        self._left = max_replays
+        self.size = size
+
+    def result_without(self, dropped: frozenset[int]) -> Result:
+        if dropped not in self._results:
+            keep = [i for i in range(self.size) if i not in dropped]
+            self._left -= 1
+            self._results[dropped] = self._replayer.plain(window=[select(self._batch, keep, self.size)])
+        return self._results[dropped]
+
+    def is_finite_without(self, dropped: frozenset[int]) -> bool:
+        if len(dropped) == self.size:
+            return True
+        if self._left <= 2 and dropped not in self._results:
+            raise _OutOfBudget
+        return self.result_without(dropped).finite
+
+    def smallest_set(self) -> list[int]:
+        """A smallest set of samples without which the step is finite, in about k log n replays (QuickXplain)."""
+        try:
+            guilty = self._needed(frozenset(), list(range(self.size)), False)
+        except _OutOfBudget:
+            return []
+        if not guilty or len(guilty) > self.size // 2 or not self.result_without(frozenset(guilty)).finite:
+            return []
+        return guilty
+
+    def _needed(self, dropped: frozenset[int], candidates: list[int], has_changed: bool) -> list[int]:
+        if has_changed and self.is_finite_without(dropped):
+            return []
+        if len(candidates) == 1:
+            return candidates
+        half = len(candidates) // 2
+        first, second = candidates[:half], candidates[half:]
+        in_second = self._needed(dropped | set(first), second, True)
+        if len(in_second) > max(2, self.size // 2):
+            raise _OutOfBudget
+        in_first = self._needed(dropped | set(in_second), first, bool(in_second))
+        return in_first + in_second
+
+
+class _OutOfBudget(Exception):
+    pass
+
+
+def _read_off(finding: Finding, batch: Any, size: int) -> Iterator[list[int]]:
+    """Rows with bad values, at the origin or in the batch itself."""
+    if finding.blame.leaf is not None and finding.blame.leaf.kind == "batch":
+        tensor = dict(named_fields(batch)).get(finding.blame.leaf.name)
+        mask = None if tensor is None else bad_positions(tensor)
+        if mask is not None and mask.dim() and mask.shape[0] == size:
+            yield mask.reshape(size, -1).any(1).nonzero().flatten().tolist()
+    for event in (finding.event, finding.blame.conversion):
+        facts = None if event is None else event.facts
+        if facts is None:
+            continue
+        for rows, num_rows in [(facts.rows, facts.num_rows), *facts.operand_rows.values()]:
+            if rows and num_rows % size == 0:
+                repeats = num_rows // size
+                yield sorted({row // repeats for row in rows})
+                if repeats > 1:
+                    yield sorted({row % size for row in rows})
+
+
+def select(batch: Any, keep: list[int], size: int) -> Any:
+    """The batch with only these samples: every tensor and list that has one entry per sample is cut down."""
+    if isinstance(batch, Tensor):
+        return batch[torch.tensor(keep, device=batch.device)] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        items = {key: select(value, keep, size) for key, value in batch.items()}
+        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(select(value, keep, size) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == size and _is_per_sample(batch, size):
+            return type(batch)(batch[i] for i in keep)
+        return type(batch)(select(value, keep, size) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changes = {f.name: select(getattr(batch, f.name), keep, size) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **changes)
+    return batch
+
+
+def _is_per_sample(items: Any, size: int) -> bool:
+    """One entry per sample, not one tensor per field that happens to be as many."""
+    return not any(isinstance(item, Tensor) and item.dim() and item.shape[0] == size for item in items)

@@ -1,0 +1,62 @@
+"""What an investigation is given: the step that went wrong, and how much may be spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import UsageError
+from ..rng import RandomState
+
+AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to replay. What is None is taken as it is now."""
+
+    model: nn.Module
+    """Wrapped or not: DistributedDataParallel is unwrapped, a compiled model is replayed in eager mode."""
+    loss_fn: Callable[[Any, Any], Any]
+    """`loss_fn(model, batch)` gives the loss, or a mapping with "loss"."""
+    window: Sequence[Any]
+    """The micro-batches of the step, in order; one for a step without gradient accumulation."""
+    optimizer: Optimizer | None = None
+    """Given: its step is tried on the gradients too. Bad gradients that it copes with are no incident then."""
+    precision: str = "fp32"
+    loss_scale: float = 1.0
+    random_state: RandomState | None = None
+    """As it was before the step."""
+    buffers: Mapping[str, Tensor] | None = None
+    """Values of the model's buffers before the step, by name."""
+    loss: Tensor | float | None = None
+    """What the step's loss was (the mean over the window), to compare the replay with."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in AUTOCAST_DTYPES:
+            raise UsageError(
+                f"precision is {self.precision!r}.\nTo fix: use one of {', '.join(map(repr, AUTOCAST_DTYPES))}."
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST_DTYPES[self.precision]
+        if dtype is None:
+            return nullcontext()
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        return torch.autocast(device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much an investigation may spend. One replay costs about a plain step."""
+
+    remedies: bool = True
+    samples: bool = True
+    max_replays: int = 64
+    """Upper bound on the replays that search samples and try remedies."""

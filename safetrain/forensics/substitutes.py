@@ -1,0 +1,194 @@
+"""Safe variants of ops, put in at one line of the user's code while a step is replayed.
+
+They replace the call above autograd, so that the gradient is that of the safe variant too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .frames import Place, is_user
+from .tracer import api_name
+
+Substitute = Callable[..., Any]
+SUBSTITUTES: dict[str, Substitute] = {}
+"""By the name of the function called: takes the function and its arguments, gives the safe result."""
+
+
+def substitute(*names: str) -> Callable[[Substitute], Substitute]:
+    def register(function: Substitute) -> Substitute:
+        SUBSTITUTES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _eps(tensor: Tensor) -> float:
+    return 1e-3 if tensor.dtype in (torch.float16, torch.bfloat16) else 1e-6
+
+
+def _floored(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(_eps(tensor))
+
+
+def _away_from_zero(tensor: Tensor) -> Tensor:
+    eps = _eps(tensor)
+    return torch.where(tensor.abs() < eps, torch.full_like(tensor, eps), tensor)
+
+
+@substitute("log", "log2", "log10", "sqrt", "rsqrt", "poisson_nll_loss", "lgamma", "digamma")
+def positive_argument(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(_floored(x), *args, **kwargs)
+
+
+@substitute("log1p")
+def argument_above_minus_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x.clamp_min(-1 + _eps(x)), *args, **kwargs)
+
+
+@substitute("xlogy")
+def positive_second_argument(func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x, _floored(y) if isinstance(y, Tensor) else max(y, 1e-6), *args, **kwargs)
+
+
+@substitute("div", "floor_divide", "fmod", "remainder")
+def nonzero_divisor(func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+    if func.__name__ == "__rtruediv__":  # called as (divisor, dividend)
+        return func(_away_from_zero(x), y, *args, **kwargs)
+    if not isinstance(y, Tensor):
+        return func(x, y if y else 1e-6, *args, **kwargs)
+    return func(x, _away_from_zero(y if y.is_floating_point() else y.float()), *args, **kwargs)
+
+
+@substitute("reciprocal")
+def nonzero_argument(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(_away_from_zero(x), *args, **kwargs)
+
+
+@substitute("pow", "float_power")
+def positive_base(func: Any, x: Any, exponent: Any, *args: Any, **kwargs: Any) -> Any:
+    if func.__name__ == "__rpow__" or not isinstance(x, Tensor):
+        return func(x.clamp(max=30.0) if isinstance(x, Tensor) else x, exponent, *args, **kwargs)
+    safe = torch.nan_to_num(x)
+    whole = isinstance(exponent, (int, float)) and float(exponent).is_integer() and exponent > 0
+    return func(safe.clamp(-1e9, 1e9) if whole else _floored(safe), exponent, *args, **kwargs)
+
+
+@substitute("exp", "exp2", "expm1", "sinh", "cosh")
+def bounded_exponent(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x.clamp(max=10.0 if x.dtype == torch.float16 else 30.0), *args, **kwargs)
+
+
+@substitute("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv")
+def inside_unit_interval(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x.clamp(-1 + _eps(x), 1 - _eps(x)), *args, **kwargs)
+
+
+@substitute("acosh", "arccosh")
+def above_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x.clamp_min(1 + _eps(x)), *args, **kwargs)
+
+
+@substitute("logit", "binary_cross_entropy")
+def inside_zero_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(torch.nan_to_num(x).clamp(_eps(x), 1 - _eps(x)), *args, **kwargs)
+
+
+@substitute("softmax", "log_softmax", "logsumexp", "softmin")
+def finite_scores(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """-inf becomes a large negative number: masked positions still get nothing, and a fully masked row is uniform."""
+    lowest = -1e4 if x.dtype == torch.float16 else -1e9
+    return func(torch.where(x == -math.inf, torch.full_like(x, lowest), x), *args, **kwargs)
+
+
+@substitute("std", "var")
+def biased_estimate(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("unbiased", "correction")}
+    # The derivative of std at 0 is 0 in torch; only the division by n - 1 is undefined.
+    return func(x, *args, **kwargs, correction=0)
+
+
+@substitute("mean", "nanmean", "median")
+def mean_of_something(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if x.numel() == 0:
+        return x.sum(*args, **kwargs)
+    return torch.nan_to_num(func(torch.nan_to_num(x) if func.__name__ == "nanmean" else x, *args, **kwargs))
+
+
+@substitute("norm", "vector_norm", "cdist", "dist")
+def away_from_origin(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x + _eps(x), *args, **kwargs)
+
+
+@substitute("cross_entropy", "nll_loss")
+def counted_targets(func: Any, scores: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    lowest = -1e4 if scores.dtype == torch.float16 else -1e9
+    scores = torch.where(scores == -math.inf, torch.full_like(scores, lowest), scores)
+    if not target.is_floating_point() and kwargs.get("reduction", "mean") == "mean":
+        total = func(scores, target, *args, **{**kwargs, "reduction": "sum"})
+        return total / (target != kwargs.get("ignore_index", -100)).sum().clamp_min(1)
+    return func(scores, target, *args, **kwargs)
+
+
+@substitute("ctc_loss")
+def without_infinity(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **{**kwargs, "zero_infinity": True})
+
+
+@substitute("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
+def larger_eps(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args[:-1], max(args[-1], 1e-5)) if args and isinstance(args[-1], float) and not kwargs else func(
+        *args, **{**kwargs, "eps": 1e-5}
+    )
+
+
+@substitute("svd", "eigh", "linalg_svd", "linalg_eigh", "cholesky", "linalg_cholesky", "inv", "linalg_inv", "solve", "linalg_solve")
+def separated_spectrum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """A graded ridge: small, and different on each entry of the diagonal, so that no two eigenvalues stay equal."""
+    n = min(x.shape[-2:])
+    scale = x.detach().abs().max().clamp_min(1.0) * 1e-2
+    ridge = torch.zeros_like(x)
+    ridge.diagonal(dim1=-2, dim2=-1).copy_(scale * torch.linspace(1, 5, n, dtype=x.dtype, device=x.device))
+    return func(x + ridge, *args, **kwargs)
+
+
+@substitute("gather", "take_along_dim", "index_select", "getitem")
+def finite_selection(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    result = func(x, *args, **kwargs)
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    return torch.where(torch.isfinite(result), result, torch.zeros_like(result))
+
+
+class SafeVariant(TorchFunctionMode):
+    """While active, calls of these names from this line use their safe variant. `num_hits` tells whether any did."""
+
+    def __init__(self, place: Place, names: set[str] | None = None) -> None:
+        super().__init__()
+        self._place = place
+        self._names = names
+        self.num_hits = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = api_name(func)
+        safe = SUBSTITUTES.get(name or "")
+        if safe is None or (self._names is not None and name not in self._names) or not self._is_here():
+            return func(*args, **kwargs)
+        self.num_hits += 1
+        return safe(func, *args, **kwargs)
+
+    def _is_here(self) -> bool:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if is_user(frame.f_code):
+                return frame.f_code.co_filename == self._place.file and frame.f_lineno == self._place.line
+            frame = frame.f_back  # type: ignore[assignment]
+        return False

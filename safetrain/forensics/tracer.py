@@ -1,0 +1,409 @@
+"""Records every op of a step, forward and backward: whether its values are finite, and who wrote which memory.
+
+The tracer judges nothing. `provenance.py` walks its record backwards from a bad loss or gradient to where it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .facts import Facts, examine
+from .frames import Frame, inside_engine, is_recomputation, is_user, stack
+from .schemas import (
+    LITERALS,
+    SELECTING,
+    UNINITIALISED,
+    Schema,
+    base_name,
+    literal_numbers,
+    named_tensors,
+    schema_of,
+    tensors_in,
+)
+from .torch_private import PLAIN, current_node, modes_off, next_node_number, node_number, unwrapped
+from .values import FINITE, INF, NAN, kind_of, kind_of_number
+
+EVERYTHING = 1 << 60
+MAX_FACTS = 400
+"""Steps full of intended infinities have many candidates; operand statistics are taken of this many."""
+LARGEST_COPY = 50_000_000
+
+Intervention = Callable[[Any], Any]
+
+
+class Region(NamedTuple):
+    """A part of a storage: which one, and from which element to which."""
+
+    storage: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: Region) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+class Access(NamedTuple):
+    name: str
+    region: Region
+    kind: int
+
+
+@dataclass(eq=False)
+class Event:
+    """One op that ran."""
+
+    index: int
+    number: int
+    """Stable over replays: ops that only accumulate gradients are not counted, they depend on reference counts."""
+    op: str
+    full_name: str
+    phase: str
+    api: str | None = None
+    """The torch function that was called from Python."""
+    node: str | None = None
+    node_number: int | None = None
+    frames: list[Frame] = field(default_factory=list)
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    literal: int = FINITE
+    """Kind of the numbers typed as arguments: `masked_fill(mask, -inf)`, `x * nan`."""
+    uninitialised: bool = False
+    facts: Facts | None = None
+
+    @property
+    def kind_in(self) -> int:
+        return max((access.kind for access in self.reads), default=FINITE)
+
+    @property
+    def kind_out(self) -> int:
+        return max((access.kind for access in self.writes), default=FINITE)
+
+    @property
+    def is_custom_backward(self) -> bool:
+        """Did user code inside the autograd engine call this op: a custom backward or a gradient hook?"""
+        inner = inside_engine(self.frames)
+        return any(is_user(frame.code) for frame in inner) and not is_recomputation(inner)
+
+
+class Storages:
+    """Numbers for storages, unique over their lifetimes, that keep no memory alive.
+
+    Addresses are reused at once. The Python object of a storage lives as long as its memory, so its weak reference
+    dies exactly when the address may be reused.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._count = 0
+
+    def region(self, tensor: Tensor) -> Region:
+        tensor = unwrapped(tensor)
+        if tensor.layout is torch.sparse_coo:
+            return Region(self._number(tensor._values()), 0, EVERYTHING)
+        if tensor.layout is not torch.strided:
+            try:
+                return Region(self._number(tensor.values()), 0, EVERYTHING)
+            except RuntimeError:
+                return Region(-id(tensor), 0, EVERYTHING)
+        start = stop = tensor.storage_offset()
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if size == 0:
+                return Region(self._number(tensor), start, start)
+            stop += (size - 1) * abs(stride)
+        return Region(self._number(tensor), start, stop + 1)
+
+    def _number(self, tensor: Tensor) -> int:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return -id(tensor)
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            self._count += 1
+            number = self._numbers[address] = self._count
+            forget = self._numbers.pop
+            self._references[number] = weakref.ref(storage, lambda _, a=address: forget(a, None))
+        return number
+
+
+class ApiNames(TorchFunctionMode):
+    """Knows which torch function Python called, so that a composite op is named as it was typed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: str | None = None
+        self.failed: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outer, self.current = self.current, api_name(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = self.failed or self.current
+            raise
+        finally:
+            self.current = outer
+
+
+_OPERATORS = {"truediv": "div", "rtruediv": "div", "itruediv": "div", "rpow": "pow", "ipow": "pow", "rsub": "sub"} | {
+    "isub": "sub",
+    "radd": "add",
+    "iadd": "add",
+    "rmul": "mul",
+    "imul": "mul",
+    "rmatmul": "matmul",
+    "true_divide": "div",
+    "divide": "div",
+}
+
+
+def api_name(func: Any) -> str | None:
+    name = getattr(func, "__name__", "").strip("_")
+    return None if name in ("", "get", "set", "backward") else _OPERATORS.get(name, name)
+
+
+class Tracer(TorchDispatchMode):
+    """Use it with `with tracer.recording():`. `until` is the function whose frames and outer ones are left out of stacks."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        until: CodeType | None = None,
+        interventions: Mapping[int, Intervention] | None = None,
+        before_write: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.storages = Storages()
+        self.api = ApiNames()
+        self._writers: dict[int, list[tuple[Event, Access]]] = {}
+        self._known_kinds: dict[tuple[Any, ...], int] = {}
+        self._generation: dict[int, int] = {}
+        self._event_of_node: dict[int, Event] = {}
+        self._last_node = next_node_number()
+        self._until = until
+        self._interventions = interventions or {}
+        self._before_write = before_write
+        self._num_events = self._num_stable = self._num_facts = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Any:
+        with torch.autograd.set_multithreading_enabled(False), self.api, self:
+            yield self
+
+    # ---- the record ------------------------------------------------------------------------------------------------
+
+    def writer(self, region: Region, before: int, kind: int = INF) -> Event | None:
+        """The latest op before the event `before` that wrote a value at least this bad into the region."""
+        latest = None
+        for event, access in self._writers.get(region.storage, ()):
+            if event.index >= before:
+                break
+            if (access.kind >= kind or event.uninitialised) and access.region.overlaps(region):
+                latest = event
+        return latest
+
+    def forward_of(self, event: Event) -> Event | None:
+        """The forward op whose derivative was running; through double backward down to the op that was typed."""
+        found = self._forward_of(event)
+        for _ in range(10):
+            if found is None or found.phase == "forward":
+                break
+            if any(is_user(frame.code) for frame in inside_engine(found.frames)):
+                break  # recomputation or custom backward: has a line of its own
+            further = self._forward_of(found)
+            if further is None:
+                break
+            found = further
+        return found
+
+    def _forward_of(self, event: Event) -> Event | None:
+        if event.node_number is None:
+            return None
+        # The node of an in-place op on a view is made after the op was dispatched.
+        late = event.node is not None and event.node.endswith("CopySlices")
+        return self._event_of_node.get(event.node_number - late)
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._opaque(func, args, kwargs)
+        if any(t not in PLAIN and _has_own_dispatch(t) for t in types):
+            return NotImplemented  # a wrapper subclass unwraps first; then its inner ops come here
+        schema = schema_of(func)
+        node = current_node()
+        if schema.is_view and next_node_number() == self._last_node:
+            return func(*args, **kwargs)
+        event = self._begin(schema.name, str(func), node, always_frames=node is None)
+        if schema.is_view:
+            self.events.append(event)
+            return func(*args, **kwargs)
+        operands = named_tensors(schema.arguments, args, kwargs)
+        written = self._read(event, schema, operands, args, kwargs)
+        before = self._copies(schema, operands)
+        result = func(*args, **kwargs)
+        if event.number in self._interventions:
+            result = self._interventions[event.number](result)
+        outputs = self._outputs(schema, result, operands, args)
+        for tensor in outputs:
+            self._wrote(event, tensor, written)
+        if event.kind_out > FINITE and node is not None:
+            event.frames = stack(self._until)
+        if event.kind_out > event.kind_in and not event.uninitialised and self._num_facts < MAX_FACTS:
+            self._num_facts += 1
+            values = {name: before.get(id(tensor), tensor) for name, tensor in operands}
+            with contextlib.suppress(Exception):  # statistics are a help, never a reason to fail
+                event.facts = examine(func, args, kwargs, values, outputs)
+        self.events.append(event)
+        return result
+
+    def _begin(self, op: str, full_name: str, node: Any, always_frames: bool) -> Event:
+        event = Event(self._num_events, -1, op, full_name, "forward" if node is None else "backward")
+        self._num_events += 1
+        event.api = self.api.current
+        if node is not None:
+            event.node, event.node_number = node.name(), node_number(node)
+        if node is None or event.node_number is not None:
+            event.number = self._num_stable
+            self._num_stable += 1
+        newest = next_node_number()
+        # Autograd makes the node before it dispatches: these numbers belong to this op.
+        for number in range(self._last_node, newest):
+            self._event_of_node[number] = event
+        if always_frames or newest > self._last_node:
+            event.frames = stack(self._until, skip=2)
+        self._last_node = newest
+        return event
+
+    def _read(
+        self, event: Event, schema: Schema, operands: list[tuple[str, Tensor]], args: Any, kwargs: dict[str, Any]
+    ) -> set[int]:
+        """Note what the op reads; returns the storages that it says it writes."""
+        written = set()
+        for name, tensor in operands:
+            region = self.storages.region(tensor)
+            writes = base_name(name) in schema.written
+            if writes:
+                written.add(region.storage)
+                if self._before_write is not None:
+                    self._before_write(tensor)
+                if schema.overwrites or name == "out":
+                    continue
+            kind = self._kind(tensor, region)
+            if kind and schema.name in SELECTING:
+                kind = _kind_selected(schema.name, args, tensor, kind)
+            event.reads.append(Access(name, region, kind))
+        event.literal = max((kind_of_number(value) for value in literal_numbers(args, kwargs)), default=FINITE)
+        event.uninitialised = schema.name in UNINITIALISED
+        if schema.name in LITERALS:
+            event.literal, event.reads = event.kind_in, []
+            written.update(self.storages.region(tensor).storage for _, tensor in operands)
+        return written
+
+    def _copies(self, schema: Schema, operands: list[tuple[str, Tensor]]) -> dict[int, Tensor]:
+        """What an in-place op is about to overwrite, for the statistics."""
+        if not schema.written or schema.overwrites:
+            return {}
+        targets = [t for name, t in operands if base_name(name) in schema.written and t.layout is torch.strided]
+        if sum(t.numel() for t in targets) > LARGEST_COPY:
+            return {}
+        return {id(t): t.clone() for t in targets}
+
+    def _outputs(
+        self, schema: Schema, result: Any, operands: list[tuple[str, Tensor]], args: tuple[Any, ...]
+    ) -> list[Tensor]:
+        outputs = tensors_in(result)
+        for name, tensor in operands:
+            if base_name(name) in schema.written and not any(tensor is output for output in outputs):
+                outputs.append(tensor)
+        outputs += [args[i] for i in schema.hidden_writes if i < len(args) and isinstance(args[i], Tensor)]
+        return outputs
+
+    def _wrote(self, event: Event, tensor: Tensor, declared: set[int]) -> None:
+        region = self.storages.region(tensor)
+        read = any(access.region.storage == region.storage for access in event.reads)
+        if read and region.storage not in declared and not event.op.endswith("batch_norm"):
+            return  # an alias that the schema does not declare
+        self._generation[region.storage] = self._generation.get(region.storage, 0) + 1
+        access = Access("output", region, self._kind(tensor, region))
+        event.writes.append(access)
+        self._writers.setdefault(region.storage, []).append((event, access))
+
+    def _kind(self, tensor: Tensor, region: Region) -> int:
+        """Scans a tensor once for as long as nobody writes its storage."""
+        if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
+            return kind_of(tensor)
+        key = (region, self._generation.get(region.storage, 0), tensor.shape, tensor.stride())
+        kind = self._known_kinds.get(key)
+        if kind is None:
+            kind = self._known_kinds[key] = kind_of(tensor)
+        return kind
+
+    def _opaque(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Higher-order ops (flex attention, cond): one event, whatever happens inside."""
+        event = self._begin(str(func), str(func), current_node(), always_frames=True)
+        for tensor in _leaves((args, kwargs)):
+            region = self.storages.region(tensor)
+            event.reads.append(Access("input", region, self._kind(tensor, region)))
+        result = func(*args, **kwargs)
+        for tensor in _leaves(result):
+            self._wrote(event, tensor, set())
+        self.events.append(event)
+        return result
+
+    def gradient_of_python_node(self, node: Any, inputs: Iterable[Any], outputs: Iterable[Any]) -> None:
+        """A custom backward may compute outside of torch (NumPy): then its result has no writer, and this makes one."""
+        with modes_off():
+            event = Event(self._num_events, -1, node.name(), node.name(), "backward", node=node.name())
+            event.node_number = node_number(node)
+            for tensor in outputs:
+                if isinstance(tensor, Tensor) and (kind := kind_of(tensor)):
+                    region = self.storages.region(tensor)
+                    if self.writer(region, EVERYTHING) is None:
+                        access = Access("gradient", region, kind)
+                        event.writes.append(access)
+                        self._writers.setdefault(region.storage, []).append((event, access))
+            if event.writes:
+                self._num_events += 1
+                event.reads = [
+                    Access("grad_output", self.storages.region(t), kind_of(t)) for t in inputs if isinstance(t, Tensor)
+                ]
+                self.events.append(event)
+
+
+def _has_own_dispatch(kind: type) -> bool:
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:
+    """`where` and `masked_fill` let only a part of an operand through: the kind of that part."""
+    if op == "where" and len(args) == 3:
+        chosen = args[0] if tensor is args[1] else ~args[0] if tensor is args[2] else None
+    else:
+        chosen = ~args[1] if tensor is args[0] else None
+    if chosen is None:
+        return kind
+    values, chosen = torch.broadcast_tensors(tensor, chosen)
+    return kind_of(values[chosen])
+
