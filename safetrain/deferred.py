@@ -127,8 +127,8 @@ class DeferredCommits:
             if decision.action is Action.COMMIT:
                 num_committed += 1
                 trainer.committed(view, decision)
-            else:
-                trainer.refused(view, decision, each.window, each.random_state)
+            elif trainer.refused(view, decision, each.window, each.random_state, is_late=True) is Action.ROLLBACK:
+                return  # the rollback has undone the steps after this one too, and put the schedule right
         if num_committed < len(pending):
             self._redo_schedule(num_committed)
         assert view is not None
@@ -136,16 +136,15 @@ class DeferredCommits:
         self._lr_scale = merge((guard.name, guard.verdict(after)) for guard in trainer.guards).lr_scale
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
-        """What was done on the device, with the guards' reasons; a stop still stops."""
+        """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
         decision = self._trainer._judge(view)
-        verdicts = dict(decision.verdicts)
-        if decision.action is Action.STOP:
-            return decision
-        if was_bad:
+        if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
-            verdicts["loop"] = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})
-            return Decision(Action.SKIP, lr_scale, verdicts)
-        return Decision(Action.COMMIT, lr_scale, verdicts)
+            verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})
+            return Decision(Action.SKIP, lr_scale, {**decision.verdicts, "loop": verdict})
+        if not was_bad and decision.action is Action.SKIP:
+            return Decision(Action.COMMIT, lr_scale, decision.verdicts)
+        return Decision(decision.action, lr_scale, decision.verdicts)
 
     def _remember_schedule(self) -> None:
         scheduler, groups = self._trainer.scheduler, self._trainer.optimizer.param_groups

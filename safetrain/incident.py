@@ -52,6 +52,8 @@ class Remedy:
     finite: bool
     loss: float | None = None
     detail: str = ""
+    target: str | None = None
+    """What it was applied to: the module of an island, the function of a safe variant (None: all of the line)."""
 
 
 @dataclass
@@ -83,6 +85,10 @@ class Incident:
     def id(self) -> str:
         return f"step-{self.step:06d}"
 
+    def verified(self, name: str) -> Remedy | None:
+        """The remedy of this name that was seen to keep the step finite."""
+        return next((remedy for remedy in self.remedies if remedy.name == name and remedy.finite), None)
+
     def to_dict(self) -> dict[str, Any]:
         """As in `incident.json`: JSON types only, non-finite numbers as strings."""
         fields = dataclasses.asdict(self)
@@ -107,7 +113,7 @@ class Incident:
 
 
 CONSEQUENCE = {
-    "commit": "bad micro-batches left out, the rest of the window committed",
+    "commit": "step repaired and committed",
     "skip": "step refused: weights, optimizer, buffers and schedule are as before it; training goes on",
     "rollback": "training state rolled back",
     "stop": "run stopped; nothing of this step was applied",

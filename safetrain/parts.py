@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .engine import Engine
 from .errors import UsageError
 from .guards import Guard
 from .incident import Incident
+from .recovery import Ladder
 from .rng import seed_everything
 from .transaction import Transaction
 from .view import StepView
@@ -77,6 +78,8 @@ class TrainerParts:
         self.guards = assembly.build_guards(self.config.guards, guards or ())
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
         self.transaction = Transaction(self.model)
+        self.ladder = Ladder(self.config.recovery)
+        self._last_good: tuple[Sequence[Any], float] | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)

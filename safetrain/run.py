@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .batch import map_tensors
+from . import bundle
 from .config import to_yaml
 from .config.schema import Config
 from .errors import Interrupted, TrainingStopped
-from .files import replacing, to_json, write_text
+from .files import to_json, write_text
 from .incident import Incident, Outcome, Trigger
+from .recovery import Case, Settlement
 from .result import FitResult
-from .rng import RandomState
 from .rundir import CONFIG, SUMMARY, create_run_dir
 from .telemetry import StepRecord, Telemetry, open_telemetry
 from .verdict import Action, Decision
@@ -44,6 +42,9 @@ class Run:
         self.consecutive_overflows = 0
         self.num_refusals = 0
         self.refused_steps: deque[int] = deque(maxlen=1000)
+        self.dynamics_steps: deque[int] = deque(maxlen=1000)
+        self.rollback_steps: deque[int] = deque(maxlen=1000)
+        self.num_restarts = 0
         self._losses = array("d")
 
     @property
@@ -56,6 +57,9 @@ class Run:
         return {
             "consecutive_refusals": self.consecutive_refusals,
             "refused_steps": self.refused_steps,
+            "dynamics_steps": self.dynamics_steps,
+            "rollback_steps": self.rollback_steps,
+            "num_restarts": self.num_restarts,
             "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
         }
 
@@ -102,7 +106,7 @@ class Run:
 
     def stepped(self, view: StepView, decision: Decision, outcome: str, epoch: int) -> None:
         """Note one decided step: `outcome` is the action taken, or `overflow`."""
-        self._losses.append(view.loss)
+        self._losses.append(view.loss if view.refused_loss is None else view.refused_loss)
         committed = outcome == "commit"
         if committed:
             self.result.steps += 1
@@ -120,38 +124,44 @@ class Run:
             self.refused_steps.append(view.step)
         self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps, epoch))
 
-    def incident(
-        self, view: StepView, decision: Decision, window: Sequence[Any], random_state: RandomState | None
-    ) -> Incident:
-        """Make, keep and tell an incident."""
+    def open_incident(self, view: StepView, decision: Decision) -> Incident:
+        """An incident with what is known at once: who refused the step, and why."""
         guard, verdict = next(
             ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence),
             decision.decisive,
         )
         trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        incident = Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
-        self._write_bundle(incident, window, random_state)
-        self.result.incidents.append(incident)
-        self.telemetry.incident(incident)
-        return incident
+        return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
 
-    def _write_bundle(self, incident: Incident, window: Sequence[Any], random_state: RandomState | None) -> None:
+    def close_incident(self, case: Case, settlement: Settlement, epoch: int) -> None:
+        """Note what was done about a refused step; keep and tell its incident."""
+        incident, view = case.incident, case.view
+        incident.decision = Outcome(str(settlement.action), [*case.decision.reasons, *settlement.reasons])
+        if settlement.action is not Action.COMMIT:
+            self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action), epoch)
+        if settlement.action is Action.ROLLBACK:
+            self.result.rollbacks += 1
+            self.rollback_steps.append(view.step)
+            self.num_restarts += case.wants_restart
+            self.consecutive_refusals = 0
+        if settlement.is_dynamics:
+            self.dynamics_steps.append(view.step)
+        self.keep(incident)
+
+    def keep(self, incident: Incident) -> None:
+        """Add an incident to the record and tell of it."""
+        self.result.incidents.append(incident)
+        if self.dir is not None and incident.path is not None:
+            bundle.write_report(self.dir / incident.path, incident)
+        self.telemetry.incident(incident)
+
+    def open_bundle(self, incident: Incident) -> Path | None:
+        """Where to put what a replay of the incident needs; None when enough incidents are kept already."""
         if self.dir is None or len(self.result.incidents) >= self.config.forensics.max_incidents:
-            return
+            return None
         incident.path = f"incidents/{incident.id}"
-        directory = self.dir / incident.path
-        write_text(directory / "incident.json", to_json(incident.to_dict(), indent=2) + "\n")
-        if random_state is not None:
-            batches = [
-                map_tensors(batch, lambda item: item.cpu() if hasattr(item, "cpu") else item) for batch in window
-            ]
-            contents = {"random_state": random_state.to_plain(), "window": batches}
-            with replacing(directory / "replay.pt") as path:
-                try:
-                    torch.save(contents, path)
-                except (pickle.PicklingError, AttributeError, TypeError):  # a batch of objects that cannot be pickled
-                    torch.save({**contents, "window": None}, path)
+        return self.dir / incident.path
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         record = {"step": self.step, **metrics}

@@ -26,6 +26,8 @@ from .evaluation import evaluate, is_better
 from .hooks import check_hooks
 from .measure import Measurement
 from .parts import TrainerParts
+from .recovery import Case
+from .recovery.bench import Workbench
 from .result import FitResult
 from .rng import RandomState
 from .run import Run
@@ -68,6 +70,7 @@ class SafeTrainer(TrainerParts):
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         self._run = Run(self.config, self._run_dir, self.engine.rank)
+        self.bench = Workbench(self)
         with self.run.recorded(), self._prepared():
             while not self._finished():
                 window = self.stream.take(self.config.loop.grad_accum)
@@ -92,12 +95,11 @@ class SafeTrainer(TrainerParts):
             return
         view = self._view(measurement, limits)
         decision = self._judge(view)
-        if decision.action is not Action.COMMIT and decision.salvage:
-            measurement, view, decision = self._leave_out_bad_micro_batches(window, measurement, view, decision)
         if decision.action is Action.COMMIT:
-            self._commit(measurement, view, decision)
+            self._commit(measurement, view, decision, window)
         else:
-            self._refuse(view, decision, window)
+            self._undo(view)
+            self.refused(view, decision, window, self.transaction.random_state)
 
     def _attempt(self, window: Sequence[Any]) -> tuple[Measurement, Limits]:
         """Forward and backward for each micro-batch, then measure. Nothing is read to the host."""
@@ -115,7 +117,8 @@ class SafeTrainer(TrainerParts):
         with self.engine.autocast():
             output = self.training_step(self._called_model, batch)
         loss, metrics = assembly.split_loss(output, "training_step")
-        assembly.check_graph(loss, "training_step")
+        if torch.is_grad_enabled():
+            assembly.check_graph(loss, "training_step")
         return loss, metrics
 
     def _measure(self, losses: list[Tensor], metrics: list[dict[str, Any]]) -> tuple[Measurement, Limits]:
@@ -154,21 +157,10 @@ class SafeTrainer(TrainerParts):
         )
 
     def _judge(self, view: StepView) -> Decision:
-        """Every guard's verdict, merged. Refusals are bounded by a budget, and nothing bad is accepted when it is spent."""
-        verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
-        decision = merge(verdicts)
-        if decision.action is Action.COMMIT:
-            return decision
-        budget = self.config.recovery.max_refusals
-        if self.run.num_refusals >= budget:
-            reason = f"{self.run.num_refusals + 1} refused steps in this run, recovery.max_refusals is {budget}"
-            verdicts.append(("budget", Verdict(Action.STOP, reason=reason)))
-        elif decision.action is Action.ROLLBACK:
-            reason = "a rollback was asked for and there is no snapshot to go back to"
-            verdicts.append(("recovery", Verdict(Action.STOP, reason=reason)))
-        return merge(verdicts)
+        """Every guard's verdict, merged."""
+        return merge((guard.name, guard.verdict(view)) for guard in self.guards)
 
-    def _commit(self, measurement: Measurement, view: StepView, decision: Decision) -> None:
+    def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
         if view.scaler_overflow:  # the scaler's own way of skipping: it lowers its scale and nothing else moves
             self.transaction.restore()
             self.engine.update_scale()
@@ -183,6 +175,7 @@ class SafeTrainer(TrainerParts):
         if self.ema is not None:
             self.ema.update()
         self._clear_gradients()
+        self._last_good = window, view.loss
         self.committed(view, decision)
 
     def committed(self, view: StepView, decision: Decision) -> None:
@@ -192,52 +185,32 @@ class SafeTrainer(TrainerParts):
         self.run.stepped(view, decision, "commit", self.stream.epoch)
         self.on_commit(view)
 
-    def _refuse(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
+    def _undo(self, view: StepView) -> None:
+        """As if the step had never been: what its forward pass wrote, the loss scale, the gradients."""
         self.transaction.restore()
         self.engine.keep_scale(view.loss_scale)
         self._clear_gradients()
-        self.refused(view, decision, window, self.transaction.random_state)
 
-    def refused(self, view: StepView, decision: Decision, window: Sequence[Any], random_state: RandomState) -> None:
-        """Tell of a step that was not applied, and stop if that was the verdict."""
-        self.run.stepped(view, decision, str(decision.action), self.stream.epoch)
-        incident = self.run.incident(view, decision, window, random_state)
+    def refused(
+        self,
+        view: StepView,
+        decision: Decision,
+        window: Sequence[Any],
+        random_state: RandomState,
+        is_late: bool = False,
+    ) -> Action:
+        """Find out why, then climb the recovery ladder: repair and commit the step, skip it, go back, or stop."""
+        if is_late:
+            self.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
+        incident = self.run.open_incident(view, decision)
+        case = Case(view, decision, window, random_state, incident, is_late)
+        self.bench.investigate(case)
+        settlement = self.ladder.settle(case, self.bench)
+        self.run.close_incident(case, settlement, self.stream.epoch)
         self.on_incident(incident)
-        if decision.action is Action.STOP:
+        if settlement.action is Action.STOP:
             raise TrainingStopped(incident, self.run.result)
-
-    def _leave_out_bad_micro_batches(
-        self, window: Sequence[Any], measurement: Measurement, view: StepView, decision: Decision
-    ) -> tuple[Measurement, StepView, Decision]:
-        """Try the window again as if its non-finite micro-batches had never been in it."""
-        self.engine.keep_scale(view.loss_scale)
-        bad = self._bad_micro_batches(window)
-        kept = [batch for index, batch in enumerate(window) if index not in bad]
-        if not bad or not kept:
-            return measurement, view, decision
-        self.transaction.rewind()
-        measurement, limits = self._attempt(kept)
-        second_view = self._view(measurement, limits)
-        second = self._judge(second_view)
-        if second.action is Action.COMMIT:
-            reason = f"micro-batch {', '.join(map(str, bad))} of {len(window)} left out (counted from 0)"
-            noted = Decision(Action.COMMIT, second.lr_scale, {**decision.verdicts, "loop": Verdict(reason=reason)})
-            self.on_incident(self.run.incident(view, noted, window, self.transaction.random_state))
-        return measurement, second_view, second
-
-    def _bad_micro_batches(self, window: Sequence[Any]) -> list[int]:
-        self._clear_gradients()
-        self.transaction.rewind()
-        finite = []
-        for batch in window:
-            with self.engine.gradient_sync(self._called_model, sync=False):
-                loss, _ = self._forward(batch)
-                self.engine.backward(loss / len(window))
-            finite.append(torch.isfinite(loss.detach() + gradients.global_norm(gradients.collect(self._parameters))))
-            self._clear_gradients()
-            self.transaction.restore()
-        shares = self.engine.share(torch.stack(finite).float()).tolist()
-        return [index for index, share in enumerate(shares) if share < 1.0]
+        return settlement.action
 
     # ---- around the steps --------------------------------------------------------------------------------------
 
@@ -321,7 +294,8 @@ class SafeTrainer(TrainerParts):
                 evidence={"signal": "state", "value": math.nan, "bad_state": bad},
             )
             view = StepView(step=max(self.run.step - 1, 0), loss=self.run.result.final_loss, grad_norm=math.nan)
-            incident = self.run.incident(view, merge([("audit", verdict)]), [], None)
+            incident = self.run.open_incident(view, merge([("audit", verdict)]))
+            self.run.keep(incident)
             self.on_incident(incident)
             raise TrainingStopped(incident, self.run.result)
         if self.config.checkpoint.save_final and self.run.dir is not None:

@@ -73,6 +73,8 @@ class StepView:
     """What `training_step` returned beside the loss."""
     micro_losses: Sequence[float] = ()
     """The loss of each micro-batch of the window."""
+    refused_loss: float | None = None
+    """Loss of the attempt that was refused before this one, which repairs it, was made; None for a first attempt."""
     norm_overflow: bool = False
     """The float32 gradient norm is Inf although every gradient is finite."""
     scaler_overflow: bool = False
@@ -84,6 +86,12 @@ class StepView:
     """Refused steps directly before this one."""
     refused_steps: Sequence[int] = ()
     """The steps refused most recently (at most 1000), oldest first."""
+    dynamics_steps: Sequence[int] = ()
+    """Steps refused for reasons of training dynamics rather than data (at most 1000), oldest first."""
+    rollback_steps: Sequence[int] = ()
+    """Steps at which the run was rolled back (at most 1000), oldest first."""
+    num_restarts: int = 0
+    """How often training was started again from the beginning."""
     bad_state: Callable[[], Mapping[str, str]] = dict
     """Names of non-finite parameters, optimizer state and buffers, with what is wrong. Reads the whole state: only call
     it when the step is already in trouble."""
@@ -92,6 +100,10 @@ class StepView:
     def lr(self) -> float:
         """Scheduled learning rate of the first parameter group."""
         return self.lrs[0]
+
+    @property
+    def last_dynamics_step(self) -> int:
+        return self.dynamics_steps[-1] if self.dynamics_steps else -1
 
     def refusals_within(self, num_steps: int) -> int:
         """How many of the last `num_steps` steps before this one were refused."""

@@ -71,8 +71,9 @@ class Field:
             result = _convert(value, text, self.type)
         except ValueError:
             raise Rejected(f"{show(value)} is not accepted, give {self.accepted}") from None
-        if isinstance(result, str) and self.choices and result not in self.choices:
-            raise Rejected(f"{result!r} is not accepted, give {self.accepted}")
+        for item in result if isinstance(result, list) else [result]:
+            if isinstance(item, str) and self.choices and item not in self.choices:
+                raise Rejected(f"{item!r} is not accepted, give {self.accepted}")
         if isinstance(result, (int, float)) and not isinstance(result, bool) and self.bounds:
             outside = not all(_BOUNDS[name][1](result, limit) for name, limit in self.bounds.items())
             if outside or not math.isfinite(result):
@@ -118,7 +119,8 @@ def describe(hint: Any, bounds: Mapping[str, float] | None = None, choices: tupl
             words.append(f"{_WORDS[member]} {limits}")
         elif (origin or member) in (list, tuple):
             items = {arg for arg in args if arg is not Ellipsis}
-            words.append("a list" + (f" ({', '.join(sorted(describe(item) for item in items))} each)" if items else ""))
+            each = sorted(describe(item, choices=choices) for item in items)
+            words.append("a list" + (f" ({', '.join(each)} each)" if each else ""))
         elif (origin or member) is dict:
             words.append("a mapping")
         else:

@@ -59,14 +59,43 @@ class LoopConfig:
     on the device; refusals are reported up to this many steps late, with their right step number."""
 
 
+HEAL = ("samples", "island", "patch")
+LADDER = ("retry", "samples", "micro_batch", "island", "patch", "skip", "rollback", "disk", "restart")
+
+
 @dataclass
 class RecoveryConfig:
+    heal: list[str] = option(factory=lambda: ["samples", "island"], choices=HEAL)  # noqa: RUF009
+    """What may change the computation to repair a step: `samples` (leave out the guilty ones), `island` (keep the overflowing
+    module in float32 from then on), `patch` (run the safe variant of the operation at the blamed line from then on). `[]`: a
+    refused step is only ever skipped, rolled back or stopped at."""
+    ladder: list[str] = option(factory=lambda: list(LADDER))  # noqa: RUF009
+    """The rungs, in the order in which they are tried after a refusal; a stop comes last by itself. A rung of your own is
+    given as `package.module.Class` or `./file.py:Class`."""
     max_refusals: int = option(100, ge=0)
     """Refused steps of the whole run after which it stops. A bad update is never accepted instead."""
+    max_retries: int = option(50, ge=0)
+    """Steps that may be run once more in the whole run, because their fault may be transient."""
+    max_healed: int = option(10_000, ge=0)
+    """Steps that may be trained on without their bad samples or micro-batches in the whole run."""
+    max_islands: int = option(8, ge=0)
+    """fp32 islands that may be grown in the whole run."""
+    max_patches: int = option(8, ge=0)
+    """Operations that may be replaced by their safe variant in the whole run."""
+    max_rollbacks: int = option(20, ge=0)
+    """Rollbacks in the whole run."""
+    max_restarts: int = option(2, ge=0)
+    """Restarts from the beginning at a lower learning rate in the whole run."""
 
 
 @dataclass
 class ForensicsConfig:
+    enabled: bool = True
+    """Replay a step that was refused for a non-finite number, and find its first bad operation, cause and guilty samples."""
+    remedies: bool = True
+    """Also try remedies on the replay, once per place in the source; costs a few dozen steps' time."""
+    max_bundle_mb: float = option(200.0, ge=0.0)
+    """Weights larger than this are not kept with an incident; its replay then needs a checkpoint."""
     max_incidents: int = option(20, ge=0)
     """Incidents written with their batch and random state, so that they can be replayed; later ones keep their numbers only."""
 

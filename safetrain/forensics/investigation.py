@@ -125,7 +125,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         diagnosis.samples = found.guilty
         if found.guilty and found.note:
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
-    if effort.remedies:
+    if effort.remedies and not effort.is_known(diagnosis.origin):
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
         diagnosis.remedies = remedy_trials.try_all(trials)
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)

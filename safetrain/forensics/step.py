@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UsageError
+from ..incident import Origin
 from ..rng import RandomState
 
 AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,6 +58,8 @@ class Effort:
     """How much an investigation may spend. One replay costs about a plain step."""
 
     remedies: bool = True
+    is_known: Callable[[Origin], bool] = lambda origin: False
+    """Remedies are not tried again for an origin of which this says yes."""
     samples: bool = True
     max_replays: int = 64
     """Upper bound on the replays that search samples and try remedies."""

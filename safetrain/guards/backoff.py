@@ -1,13 +1,13 @@
-"""Lowers the learning rate after refusals, and lets it return."""
+"""Lowers the learning rate after trouble of training dynamics, and lets it return."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..options import option
-from ..verdict import Decision, Verdict
+from ..verdict import COMMIT, Decision, Verdict
 from ..view import StepView
 from .base import Guard
 
@@ -15,40 +15,83 @@ from .base import Guard
 @dataclass
 class BackoffConfig:
     factor: float = option(0.5, gt=0.0, lt=1.0)
-    """The learning rate is multiplied by this at each refusal."""
+    """The learning rate is multiplied by this at each incident of training dynamics. A fault in the data does not lower it."""
     floor: float = option(0.01, gt=0.0, le=1.0)
     """The scale never gets smaller than this."""
     recovery_steps: int = option(100, ge=1)
     """Committed steps in which the scale returns from `floor` to 1, exponentially (sooner from a higher scale)."""
+    merge_steps: int = option(10, ge=1)
+    """Refusals within this many steps of the first one are one incident."""
+    restart_factor: float = option(0.1, gt=0.0, lt=1.0)
+    """When training starts again from the beginning, the learning rate stays at this share of the schedule."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The scale, the ceiling it may return to, and how much of the history it accounts for."""
+
+    scale: float = 1.0
+    ceiling: float = 1.0
+    last_step: int = -1
+    """The newest incident accounted for."""
+    first_step: int = -1
+    """The step that the newest incident began at."""
+    num_incidents: int = 0
+    num_restarts: int = 0
 
 
 class Backoff(Guard):
-    """A multiplier outside the scheduler: the schedule itself is untouched and goes on when the scale is back at 1."""
+    """A multiplier outside the scheduler: the schedule itself is untouched and goes on when the scale is back at its ceiling.
+
+    Each incident after the first lowers the ceiling, so a learning rate that keeps causing trouble is not returned to. The
+    history of incidents is not rewound by a rollback, so a level that was rolled back takes them in again.
+    """
 
     Config = BackoffConfig
     config: BackoffConfig
 
     def __init__(self, config: BackoffConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)
-        self.scale = 1.0
+        self.level = Level()
 
     def judge(self, view: StepView) -> Verdict:
-        scale = self._scale(view)
+        scale = self._level_at(view).scale
         if scale == 1.0:
-            return Verdict()
+            return COMMIT
         return Verdict(lr_scale=scale, reason=f"learning rate scaled by {scale:.4g}", evidence={"lr_scale": scale})
 
     def learn(self, view: StepView, decision: Decision) -> None:
+        level = self._level_at(view)
         growth = (1.0 / self.config.floor) ** (1.0 / self.config.recovery_steps)
-        scale = self._scale(view) * growth
-        self.scale = 1.0 if scale > 1.0 - 1e-9 else scale
+        scale = level.scale * growth
+        self.level = replace(level, scale=level.ceiling if scale > level.ceiling * (1.0 - 1e-9) else scale)
 
-    def _scale(self, view: StepView) -> float:
-        scale = self.scale * self.config.factor**view.consecutive_refusals
-        return max(scale, min(self.config.floor, self.scale))
+    def _level_at(self, view: StepView) -> Level:
+        level = self.level
+        if level.last_step >= view.last_dynamics_step and level.num_restarts >= view.num_restarts:
+            return level  # nearly every step ends here
+        for step in view.dynamics_steps:
+            if step > level.last_step:
+                level = self._lowered(level, step)
+        for _ in range(view.num_restarts - level.num_restarts):
+            ceiling = max(level.ceiling * self.config.restart_factor, self.config.floor)
+            level = replace(
+                level, ceiling=ceiling, scale=min(level.scale, ceiling), num_restarts=level.num_restarts + 1
+            )
+        return level
+
+    def _lowered(self, level: Level, step: int) -> Level:
+        if level.num_incidents and step - level.first_step <= self.config.merge_steps:
+            return replace(level, last_step=step)
+        scale = max(level.scale * self.config.factor, min(self.config.floor, level.scale))
+        ceiling = level.ceiling
+        if level.num_incidents:
+            ceiling = max(ceiling * self.config.factor, min(self.config.floor, ceiling))
+        num_incidents = level.num_incidents + 1
+        return Level(min(scale, ceiling), ceiling, step, step, num_incidents, level.num_restarts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale}
+        return asdict(self.level)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale = state["scale"]
+        self.level = Level(**state)

@@ -53,6 +53,8 @@ class Finite(Guard):
             return COMMIT
         signal, value, reason = trouble
         evidence = {"signal": signal, "value": value}
+        if signal == "lr":  # the schedule moves with committed steps only, so this does not pass
+            return Verdict(Action.STOP, reason=f"{reason}, and every later step would be refused too", evidence=evidence)
         if bad := view.bad_state():
             what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -60,11 +62,11 @@ class Finite(Guard):
             return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "bad_state": dict(bad)})
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row"
-            return Verdict(Action.ROLLBACK, reason=f"{reason} (max_consecutive)", evidence=evidence)
+            return Verdict(Action.ROLLBACK, reason=f"{reason} (max_consecutive)", evidence={**evidence, "probe": True})
         within = view.refusals_within(self.config.window) + 1
         if within >= self.config.max_in_window:
             reason = f"{reason}; {within} of the last {self.config.window} steps refused (max_in_window)"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
         return Verdict(Action.SKIP, reason=reason, evidence=evidence, salvage=self.config.drop_micro_batch)
 
     def _trouble(self, view: StepView) -> tuple[str, float, str] | None:

@@ -34,6 +34,8 @@ class Journal(Sink):
             "epoch": record.epoch,
             "committed": record.num_committed,
         }
+        if view.refused_loss is not None:
+            fields["refused_loss"] = view.refused_loss
         if view.metrics:
             fields["metrics"] = view.metrics
         if len(view.micro_losses) > 1:

@@ -25,13 +25,13 @@ class TensorBoard(Sink):
     def stepped(self, record: StepRecord) -> None:
         view = record.view
         self._num_skipped += record.outcome != "commit"
-        if record.outcome == "commit" and view.step % self._log_every:
+        if record.outcome == "commit" and view.refused_loss is None and view.step % self._log_every:
             return
         values = {
             "health/grad_norm": view.grad_norm,
             "health/lr_scale": record.decision.lr_scale,
             "health/skipped": self._num_skipped,
-            "loss/train": view.loss,
+            "loss/train": view.loss if view.refused_loss is None else view.refused_loss,
             "optim/lr": view.lr * record.decision.lr_scale,
         }
         if view.loss_scale != 1.0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import string
+import typing
 from typing import Any
 
 import pytest
@@ -108,6 +110,9 @@ def test_a_string_instead_of_a_list_is_not_taken_letter_by_letter() -> None:
 
 
 def values_of(field: Any) -> st.SearchStrategy[Any]:
+    if typing.get_origin(field.type) is list:
+        items = st.sampled_from(field.choices) if field.choices else st.text(string.ascii_lowercase, max_size=8)
+        return st.lists(items, max_size=3)
     if field.choices:
         return st.sampled_from(field.choices)
     bounds = field.bounds

@@ -9,6 +9,9 @@ from safetrain import Action, Limits, StepView
 from safetrain.guards.backoff import Backoff
 from safetrain.guards.clip import Clip
 from safetrain.guards.finite import Finite
+from safetrain.guards.rollback import Rollback
+from safetrain.guards.spike import Spike
+from safetrain.guards.stall import Stall
 from safetrain.verdict import merge
 
 NAN, INF = math.nan, math.inf
@@ -33,7 +36,7 @@ def view(step=200, loss=1.0, grad_norm=1.0, **fields):
         ({"grad_norm": 1e40, "norm_overflow": True}, Action.SKIP, "grad_norm"),
         ({"signals": {"finite.buffers": NAN}}, Action.SKIP, "buffers"),
         ({"signals": {"finite.state": INF}}, Action.SKIP, "state"),
-        ({"lrs": (0.1, NAN)}, Action.SKIP, "lr"),
+        ({"lrs": (0.1, NAN)}, Action.STOP, "lr"),
         ({"loss": NAN, "consecutive_refusals": 8}, Action.SKIP, "loss"),
         ({"loss": NAN, "consecutive_refusals": 9}, Action.ROLLBACK, "loss"),
         ({"loss": NAN, "refused_steps": range(100, 128)}, Action.SKIP, "loss"),
@@ -106,25 +109,143 @@ def test_clip_never_refuses():
     assert Clip().judge(view(loss=NAN, grad_norm=INF)).action is Action.COMMIT
 
 
-def test_backoff_halves_at_each_refusal_down_to_the_floor():
-    backoff = Backoff(factor=0.5, floor=0.1)
-    scales = [backoff.judge(view(consecutive_refusals=n)).lr_scale for n in range(6)]
-    assert scales == [1.0, 0.5, 0.25, 0.125, 0.1, 0.1]
+def test_backoff_halves_once_for_refusals_that_belong_together():
+    backoff = Backoff(factor=0.5, floor=0.1, merge_steps=10)
+    for steps, scale in (((), 1.0), ((5,), 0.5), ((5, 6, 14, 15), 0.5), ((5, 16), 0.25), ((5, 16, 27, 38, 49), 0.1)):
+        assert backoff.judge(view(dynamics_steps=steps)).lr_scale == pytest.approx(scale)
 
 
 def test_backoff_returns_exponentially_over_the_committed_steps_it_is_given():
-    backoff = Backoff(factor=0.5, floor=0.01, recovery_steps=100)
-    backoff.learn(view(consecutive_refusals=10), COMMITTED)  # first committed step after ten refusals
+    backoff = Backoff(factor=0.01, floor=0.01, recovery_steps=100)
     scales = []
-    while (scale := backoff.judge(view()).lr_scale) < 1.0:
+    while (scale := backoff.judge(view(dynamics_steps=(3,))).lr_scale) < 1.0:
         scales.append(scale)
-        backoff.learn(view(), COMMITTED)
-    assert len(scales) == 99
+        backoff.learn(view(dynamics_steps=(3,)), COMMITTED)
+    assert len(scales) == 100
     ratios = [later / earlier for earlier, later in itertools.pairwise(scales)]
     assert ratios == pytest.approx([100 ** (1 / 100)] * len(ratios))
 
 
-def test_backoff_compounds_when_trouble_returns_before_it_has_recovered():
-    backoff = Backoff(factor=0.5, floor=0.01, recovery_steps=100)
-    backoff.learn(view(consecutive_refusals=1), COMMITTED)
-    assert backoff.judge(view(consecutive_refusals=1)).lr_scale == pytest.approx(0.25 * 100 ** (1 / 100))
+def test_backoff_is_not_lowered_by_faults_of_the_data():
+    refused = view(consecutive_refusals=3, refused_steps=(197, 198, 199))
+    assert Backoff().judge(refused).lr_scale == 1.0
+
+
+def test_backoff_does_not_return_to_a_rate_that_keeps_causing_trouble():
+    backoff = Backoff(factor=0.5, recovery_steps=10)
+    for steps, ceiling in (((5,), 1.0), ((5, 50), 0.5), ((5, 50, 100), 0.25)):
+        for _ in range(30):
+            backoff.learn(view(dynamics_steps=steps), COMMITTED)
+        assert backoff.judge(view(dynamics_steps=steps)).lr_scale == pytest.approx(ceiling)
+
+
+def test_backoff_that_was_rolled_back_takes_the_incidents_in_again():
+    backoff = Backoff(factor=0.5)
+    before = backoff.state_dict()
+    backoff.learn(view(dynamics_steps=(5,)), COMMITTED)
+    backoff.load_state_dict(before)
+    assert backoff.judge(view(dynamics_steps=(5, 30))).lr_scale == pytest.approx(0.25)
+
+
+def test_backoff_stays_low_after_a_restart():
+    backoff = Backoff(restart_factor=0.1, recovery_steps=5)
+    for _ in range(50):
+        backoff.learn(view(num_restarts=1), COMMITTED)
+    assert backoff.judge(view(num_restarts=1)).lr_scale == pytest.approx(0.1)
+
+
+def taught(guard, losses, norms=None):
+    for step, loss in enumerate(losses):
+        norm = 1.0 if norms is None else norms[step]
+        guard.learn(view(step=step, loss=loss, grad_norm=norm), COMMITTED)
+    return guard
+
+
+STEADY = [4.0] + [2.0 + 0.1 * (step % 3) for step in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("history", "fields", "action"),
+    [
+        (STEADY, {"loss": 2.2}, Action.COMMIT),
+        (STEADY, {"loss": 3.0}, Action.COMMIT),  # less than it was at the start of the window
+        (STEADY, {"loss": 400.0}, Action.SKIP),
+        (STEADY, {"loss": -400.0}, Action.COMMIT),
+        (STEADY, {"loss": NAN}, Action.COMMIT),  # the business of `finite`
+        (STEADY, {"loss": 400.0, "consecutive_refusals": 3}, Action.SKIP),
+        (STEADY, {"loss": 400.0, "consecutive_refusals": 4}, Action.ROLLBACK),
+        (STEADY, {"loss": 400.0, "consecutive_refusals": 60}, Action.COMMIT),
+        (STEADY, {"loss": 2.2, "grad_norm": 999.0}, Action.COMMIT),
+        (STEADY, {"loss": 2.2, "grad_norm": 1001.0}, Action.SKIP),
+        (STEADY[:10], {"loss": 400.0}, Action.COMMIT),  # still watching
+        (STEADY[:10], {"loss": 1e5}, Action.SKIP),  # extreme even so
+        ([2.3] + [1e-3] * 60, {"loss": 0.4}, Action.COMMIT),  # a hard batch, easier than the first ones were
+        ([2.3] + [1e-3] * 60, {"loss": 9.0}, Action.SKIP),
+        ([-50.0 - step for step in range(60)], {"loss": -40.0}, Action.COMMIT),
+        ([-50.0 - step for step in range(60)], {"loss": 4e3}, Action.SKIP),
+        ([], {"loss": 1e9}, Action.COMMIT),
+    ],
+)
+def test_spike(history, fields, action):
+    verdict = taught(Spike(), history).judge(view(**fields))
+    assert verdict.action is action
+
+
+def test_spike_says_when_it_accepts_a_new_level_and_learns_it_afresh():
+    spike = taught(Spike(accept_after=8), STEADY)
+    accepted = view(loss=50.0, consecutive_refusals=8)
+    assert "accepted as a new level" in spike.judge(accepted).reason
+    spike.learn(accepted, COMMITTED)
+    for _ in range(30):
+        assert spike.judge(view(loss=51.0)).action is Action.COMMIT
+        spike.learn(view(loss=51.0), COMMITTED)
+
+
+CLIMBING = [4.0 - 0.05 * step for step in range(60)] + [1.0 + 0.05 * step for step in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "action"),
+    [
+        (CLIMBING[:60], Action.COMMIT),
+        (CLIMBING[:70], Action.COMMIT),
+        (CLIMBING, Action.ROLLBACK),
+        ([4.0 - 0.05 * step for step in range(60)] + [1.05] * 100, Action.COMMIT),
+        ([2.0 + (0.8 if step % 2 else -0.8) for step in range(200)], Action.COMMIT),
+        ([-1.0 - 0.1 * step for step in range(60)] + [-6.9 + 0.1 * step for step in range(60)], Action.ROLLBACK),
+    ],
+)
+def test_rollback_is_asked_for_when_the_loss_climbs_away(losses, action):
+    assert taught(Rollback(), losses).judge(view()).action is action
+
+
+def test_rollback_accepts_a_level_that_going_back_did_not_change():
+    guard = taught(Rollback(), CLIMBING)
+    helpless = view(step=500, rollback_steps=(200, 300, 400))
+    verdict = guard.judge(helpless)
+    assert verdict.action is Action.COMMIT
+    assert "accepted" in verdict.reason
+    guard.learn(helpless, COMMITTED)
+    assert guard.judge(view(step=501)).action is Action.COMMIT
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "action", "word"),
+    [
+        ([2.0] * 30, [1.0] * 30, Action.COMMIT, ""),
+        ([2.0] * 30, [1.0] * 10 + [0.0] * 20, Action.ROLLBACK, "dead"),
+        ([2.0] * 30, [1.0] * 10 + [1e-12] * 20, Action.ROLLBACK, "dead"),
+        ([2.0] * 30, [0.0] * 30, Action.ROLLBACK, "dead"),
+        ([0.0] * 30, [0.0] * 30, Action.COMMIT, ""),  # a margin that every sample satisfies
+        ([1.0] * 20 + [9.5] * 41, [1.0] * 61, Action.ROLLBACK, "exactly 9.5"),
+        ([1.0 + step for step in range(60)], [1.0] * 60, Action.ROLLBACK, "never below its start"),
+        ([1.0 + step for step in range(61)], [1.0] * 61, Action.COMMIT, ""),  # asked once
+        ([1.0, 0.5] + [9.0 + step for step in range(58)], [1.0] * 60, Action.COMMIT, ""),
+        ([1.0] + [1.2 - 0.01 * (step % 7) for step in range(59)], [1.0] * 60, Action.COMMIT, ""),
+    ],
+)
+def test_stall(losses, norms, action, word):
+    verdict = taught(Stall(), losses, norms).judge(view())
+    assert verdict.action is action
+    assert word in verdict.reason
+    assert bool(verdict.evidence.get("restart")) == (word == "never below its start")

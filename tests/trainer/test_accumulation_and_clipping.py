@@ -10,6 +10,7 @@ from torch import nn
 from safetrain import SafeTrainer, TrainingStopped
 
 DROP = {"finite": {"drop_micro_batch": True}, "backoff": None}
+ONLY_MICRO_BATCHES = {"heal": []}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -19,7 +20,7 @@ def test_a_window_without_its_bad_micro_batch_equals_one_that_never_held_it(make
     for data, accum in ((batches, [4, 4, 4]), (batches[:5] + batches[6:], [4, 3, 4])):
         torch.manual_seed(1)
         model = make_model(dropout=0.0)
-        config = {"loop": {"grad_accum": 4, "precision": precision}, "guards": DROP}
+        config = {"loop": {"grad_accum": 4, "precision": precision}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES}
         trainer = make_trainer(
             model, train_data=data, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
         )
@@ -34,7 +35,8 @@ def test_a_window_without_its_bad_micro_batch_equals_one_that_never_held_it(make
 
 def test_a_dropped_micro_batch_is_an_incident_that_names_it(make_trainer):
     result = make_trainer(
-        train_data=make_batches(8, bad=(2, 3)), config={"loop": {"grad_accum": 4}, "guards": DROP}
+        train_data=make_batches(8, bad=(2, 3)),
+        config={"loop": {"grad_accum": 4}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES},
     ).fit()
     (incident,) = result.incidents
     assert (result.steps, result.skipped, result.healthy) == (2, 0, False)
@@ -44,7 +46,8 @@ def test_a_dropped_micro_batch_is_an_incident_that_names_it(make_trainer):
 
 def test_a_window_of_nothing_but_bad_micro_batches_is_refused(make_trainer):
     result = make_trainer(
-        train_data=make_batches(8, bad=(0, 1)), config={"loop": {"grad_accum": 2}, "guards": DROP}
+        train_data=make_batches(8, bad=(0, 1)),
+        config={"loop": {"grad_accum": 2}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES},
     ).fit()
     assert (result.steps, result.skipped) == (3, 1)
 

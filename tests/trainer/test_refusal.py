@@ -91,7 +91,10 @@ def test_the_random_stream_goes_on_and_a_replay_can_use_the_kept_state(make_trai
         return mse(model, batch)
 
     trainer = make_trainer(
-        model, loss_fn=loss_fn, train_data=make_batches(8, bad=(3,)), config={"guards": {"backoff": None}}
+        model,
+        loss_fn=loss_fn,
+        train_data=make_batches(8, bad=(3,)),
+        config={"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}},
     )
     before = {}
 
@@ -158,12 +161,26 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
     ],
 )
 def test_repeated_refusals_escalate(make_trainer, finite, bad, stops_at):
-    with pytest.raises(TrainingStopped) as stopped:
-        make_trainer(train_data=make_batches(40, bad=bad), config={"guards": {"finite": finite}}).fit()
-    assert stopped.value.incident.step == stops_at
-    assert stopped.value.incident.decision.action == "stop"
-    assert stopped.value.result.status == "stopped"
-    assert any("no snapshot" in reason for reason in stopped.value.incident.decision.reasons)
+    """To a look at the last good batch, which tells bad data from a bad state."""
+    for state_is_bad in (False, True):
+        model = make_model()
+
+        def loss_fn(model, batch, state_is_bad=state_is_bad):
+            is_probe = not torch.is_grad_enabled()
+            return mse(model, batch) * (math.nan if is_probe and state_is_bad else 1.0)
+
+        config = {"guards": {"finite": finite}, "recovery": {"ladder": ["skip"]}, "forensics": {"enabled": False}}
+        trainer = make_trainer(model, loss_fn=loss_fn, train_data=make_batches(40, bad=bad), config=config)
+        if state_is_bad:
+            with pytest.raises(TrainingStopped, match="the state is at fault") as stopped:
+                trainer.fit()
+            assert stopped.value.incident.step == stops_at
+            assert stopped.value.incident.decision.action == "stop"
+            assert stopped.value.result.status == "stopped"
+        else:
+            result = trainer.fit()
+            assert result.skipped == len(bad)
+            assert any("the data is at fault" in r for r in result.incidents[-1].decision.reasons)
 
 
 @pytest.mark.parametrize("budget", [0, 3])
@@ -230,7 +247,12 @@ def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_tr
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     used = []
     optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
-    config = {"guards": {"backoff": {"factor": 0.5, "floor": 0.25, "recovery_steps": 4}}}
+    # Without an investigation the cause is not known, and then the learning rate is suspected.
+    config = {
+        "guards": {"backoff": {"factor": 0.5, "floor": 0.25, "recovery_steps": 4}},
+        "forensics": {"enabled": False},
+        "recovery": {"ladder": ["skip"]},
+    }
     trainer = make_trainer(
         model, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(10, bad=(3,)), config=config
     )

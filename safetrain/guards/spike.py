@@ -1,0 +1,109 @@
+"""Refuses a step whose loss or gradient norm is far above those of the committed steps before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..history import Recent
+from ..options import option
+from ..verdict import COMMIT, Action, Decision, Verdict
+from ..view import StepView
+from .base import Guard
+
+
+@dataclass
+class SpikeConfig:
+    z: float = option(6.0, gt=0.0)
+    """Deviations above the median of the recent committed losses that make a spike."""
+    min_ratio: float = option(1.2, ge=1.0)
+    """A spike is also this many times the median, and above every recent loss: small steady losses have tiny deviations."""
+    of_start: float = option(0.5, ge=0.0)
+    """A spike is also at least this share of the loss at the start of training: below it, a hard batch is just a hard batch."""
+    grad_ratio: float = option(1000.0, gt=1.0)
+    """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says."""
+    window: int = option(100, ge=10)
+    """Committed steps that the statistics are taken over."""
+    warmup_steps: int = option(25, ge=2)
+    """Committed steps to watch before judging. Until then only a loss of `extreme` times the largest so far is a spike."""
+    extreme: float = option(1000.0, gt=1.0)
+    """See `warmup_steps`."""
+    max_consecutive: int = option(5, ge=1)
+    """Spikes in a row after which a rollback is asked for."""
+    accept_after: int = option(60, ge=1)
+    """Refusals in a row after which the new level is accepted: the data has changed, and going back did not help."""
+
+
+class Spike(Guard):
+    """Only upward, only finite values (the others are the business of `finite`), and never learned from a refused step."""
+
+    Config = SpikeConfig
+    config: SpikeConfig
+
+    def __init__(self, config: SpikeConfig | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.losses = Recent(self.config.window)
+        self.norms = Recent(self.config.window)
+        self.start = math.inf
+
+    def judge(self, view: StepView) -> Verdict:
+        reason = self._loss_spike(view.loss)
+        signal, value = "loss", view.loss
+        if reason is None and (reason := self._norm_spike(view.grad_norm)) is not None:
+            signal, value = "grad_norm", view.grad_norm
+        if reason is None:
+            return COMMIT
+        if view.consecutive_refusals >= self.config.accept_after:
+            return Verdict(
+                reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
+            )
+        evidence = {"signal": signal, "value": value, "usual": self.losses.center}
+        if view.consecutive_refusals + 1 >= self.config.max_consecutive:
+            reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
+            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
+        return Verdict(Action.SKIP, reason=reason, evidence=evidence)
+
+    def _loss_spike(self, loss: float) -> str | None:
+        if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:
+            return None  # nearly every step ends here, before anything is sorted
+        if len(self.losses) < self.config.warmup_steps:
+            limit = self.config.extreme * max(abs(v) for v in self.losses.values)
+            return f"loss {loss:.4g} during warm-up, more than {limit:.4g}" if loss > limit > 0 else None
+        center, spread = self.losses.center, self.losses.spread
+        limit = max(
+            center + self.config.z * spread,
+            center + (self.config.min_ratio - 1.0) * abs(center),
+            self.config.of_start * self.start,
+        )
+        if loss <= limit:
+            return None
+        z = f"{(loss - center) / spread:.3g} deviations" if spread > 0 else "far"
+        return f"loss {loss:.4g} is {z} above the usual {center:.4g}"
+
+    def _norm_spike(self, norm: float) -> str | None:
+        if not math.isfinite(norm) or len(self.norms) < self.config.warmup_steps or norm <= self.norms.largest:
+            return None
+        limit = self.config.grad_ratio * self.norms.center
+        return (
+            f"gradient norm {norm:.4g} is over {self.config.grad_ratio:g} times the usual" if norm > limit > 0 else None
+        )
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        if view.consecutive_refusals >= self.config.accept_after:
+            self.losses.values.clear()
+            self.norms.values.clear()
+        if not self.losses and math.isinf(self.start):
+            self.start = abs(view.loss)
+        self.losses.add(view.loss)
+        self.norms.add(min(view.grad_norm, view.limits.norm))
+
+    def state_dict(self) -> dict[str, Any]:
+        start = None if math.isinf(self.start) else self.start
+        return {"losses": list(self.losses.values), "norms": list(self.norms.values), "start": start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses = Recent(self.config.window, state["losses"])
+        self.norms = Recent(self.config.window, state["norms"])
+        self.start = math.inf if state["start"] is None else state["start"]

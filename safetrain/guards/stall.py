@@ -1,0 +1,93 @@
+"""Notices a network that no longer learns although every number is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..history import Smooth
+from ..options import option
+from ..verdict import COMMIT, Action, Decision, Verdict
+from ..view import StepView
+from .base import Guard
+
+
+@dataclass
+class StallConfig:
+    dead_steps: int = option(20, ge=1)
+    """Steps in a row with a gradient of (nearly) zero and a loss that is not, after which the network is dead."""
+    vanished: float = option(1e-9, ge=0.0)
+    """A gradient norm below this share of the largest one seen has vanished."""
+    frozen_steps: int = option(40, ge=2)
+    """Steps in a row with the very same loss, far above the best one, after which the network is frozen."""
+    no_progress_steps: int = option(60, ge=5)
+    """Steps after which a loss that was never below its start, and is far above it, means that training never began:
+    it starts again from the first snapshot, at a tenth of the learning rate."""
+    far_above: float = option(1.5, gt=1.0)
+    """What counts as far above: this many times the starting (or best) loss."""
+
+
+class Stall(Guard):
+    Config = StallConfig
+    config: StallConfig
+
+    def __init__(self, config: StallConfig | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.num_seen = self.num_dead = self.num_frozen = 0
+        self.largest_norm = 0.0
+        self.start, self.best, self.last = math.inf, math.inf, math.inf
+        self.smooth = Smooth(0.9)
+
+    def judge(self, view: StepView) -> Verdict:
+        evidence = {"signal": "grad_norm", "value": view.grad_norm}
+        if self.num_dead >= self.config.dead_steps:
+            reason = f"the gradient has been zero for {self.num_dead} steps at a loss of {self.last:.4g}: the network is dead"
+            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+        evidence = {"signal": "loss", "value": self.last}
+        if self.num_frozen >= self.config.frozen_steps:
+            reason = (
+                f"the loss has been exactly {self.last:.6g} for {self.num_frozen} steps, its best was {self.best:.4g}"
+            )
+            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+        if self._never_began():
+            reason = f"after {self.num_seen} steps the loss ({self.smooth.mean:.4g}) was never below its start ({self.start:.4g})"
+            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "restart": True})
+        return COMMIT
+
+    def _never_began(self) -> bool:
+        if self.num_seen != self.config.no_progress_steps:
+            return False
+        return self.best >= self.start and self.smooth.mean > self._far_above(self.start)
+
+    def _far_above(self, loss: float) -> float:
+        return loss + (self.config.far_above - 1.0) * abs(loss)
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        loss, norm = view.loss, view.grad_norm
+        if not math.isfinite(loss):
+            return
+        self.num_seen += 1
+        if self.num_seen == 1:
+            self.start = loss
+        elif self.smooth.add(loss) < self.best:
+            self.best = self.smooth.mean
+        self.largest_norm = max(self.largest_norm, norm)
+        is_dead = norm <= self.config.vanished * self.largest_norm and loss != 0.0
+        self.num_dead = self.num_dead + 1 if is_dead else 0
+        is_frozen = loss == self.last and loss > self._far_above(self.best)
+        self.num_frozen = self.num_frozen + 1 if is_frozen else 0
+        self.last = loss
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"num_seen": self.num_seen, "num_dead": self.num_dead, "num_frozen": self.num_frozen}
+        numbers = {"start": self.start, "best": self.best, "last": self.last, "largest_norm": self.largest_norm}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return {**counts, **finite, "smooth": [self.smooth.mean, self.smooth.count]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_seen, self.num_dead, self.num_frozen = state["num_seen"], state["num_dead"], state["num_frozen"]
+        for name in ("start", "best", "last", "largest_norm"):
+            setattr(self, name, math.inf if state[name] is None else state[name])
+        self.smooth = Smooth(0.9, *state["smooth"])

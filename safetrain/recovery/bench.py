@@ -1,0 +1,123 @@
+"""What the ladder may do with the trainer: try a step again, look at the state, go back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import gradients
+from ..bundle import write_replay
+from ..forensics import Effort, Step, diagnose
+from ..incident import Origin
+from ..rng import undisturbed_rng
+from ..verdict import Action
+from .case import Case
+
+if TYPE_CHECKING:
+    from ..trainer import SafeTrainer
+
+
+class Workbench:
+    def __init__(self, trainer: SafeTrainer) -> None:
+        self._trainer = trainer
+        self._known: dict[Any, str] = {}
+        """The first incident at each place in the source, by which remedies were tried."""
+
+    def investigate(self, case: Case) -> None:
+        """Keep what a replay needs, and find out what went wrong in the step; the answers are put into its incident."""
+        trainer, incident = self._trainer, case.incident
+        options = trainer.config.forensics
+        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
+        if (directory := trainer.run.open_bundle(incident)) is not None:
+            state = trainer.model.state_dict()
+            write_replay(directory, case.window, case.random_state, state, facts, options.max_bundle_mb)
+        value = incident.trigger.value
+        if not isinstance(value, float) or math.isfinite(value):
+            incident.cause.explanation = "every number of the step is finite, so there is no first bad operation"
+        elif case.is_late:
+            incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"
+        elif options.enabled:
+            self._diagnose(case)
+
+    def _diagnose(self, case: Case) -> None:
+        trainer, incident = self._trainer, case.incident
+        step = Step(
+            trainer._called_model,
+            trainer.training_step,
+            case.window,
+            trainer.optimizer,
+            trainer.engine.precision,
+            case.view.loss_scale,
+            case.random_state,
+            # The mean over several micro-batches is rounded in another way, so only a single loss can be compared bitwise.
+            loss=case.view.loss if len(case.window) == 1 else None,
+        )
+        effort = Effort(
+            remedies=trainer.config.forensics.remedies, is_known=lambda origin: _place(origin) in self._known
+        )
+        diagnosis = diagnose(step, effort)
+        diagnosis.fill(incident)
+        case.notes["micro_batch"] = diagnosis.micro_batch
+        if diagnosis.origin.op is not None:
+            first = self._known.setdefault(_place(diagnosis.origin), incident.id)
+            if first != incident.id:
+                incident.cause.explanation += f" (the operation of incident {first} again)"
+
+    def try_again(self, case: Case, window: Sequence[Any]) -> bool:
+        """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
+        trainer = self._trainer
+        trainer.transaction.rewind()
+        measurement, limits = trainer._attempt(window)
+        view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
+        decision = trainer._judge(view)
+        if decision.action is Action.COMMIT and not view.scaler_overflow:
+            trainer._commit(measurement, view, decision, window)
+            return True
+        trainer._undo(view)
+        return False
+
+    def bad_micro_batches(self, case: Case) -> list[int]:
+        """Which micro-batches of the window are not finite on their own."""
+        trainer = self._trainer
+        trainer.transaction.rewind()
+        finite = []
+        for batch in case.window:
+            with trainer.engine.gradient_sync(trainer._called_model, sync=False):
+                loss, _ = trainer._forward(batch)
+                trainer.engine.backward(loss / len(case.window))
+            norm = gradients.global_norm(gradients.collect(trainer._parameters))
+            finite.append(torch.isfinite(loss.detach() + norm))
+            trainer._clear_gradients()
+            trainer.transaction.restore()
+        shares = trainer.engine.share(torch.stack(finite).float()).tolist()
+        return [index for index, share in enumerate(shares) if share < 1.0]
+
+    def state_is_sound(self) -> bool | None:
+        """Does the last good window still give about the loss it gave? None when there is none yet."""
+        trainer = self._trainer
+        if trainer._last_good is None:
+            return None
+        window, before = trainer._last_good
+        with torch.no_grad(), undisturbed_rng():
+            losses = [trainer._forward(batch)[0] for batch in window]
+        trainer.transaction.restore()
+        now = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
+        return math.isfinite(now) and now <= before + 0.5 * abs(before) + 1e-6
+
+    def roll_back(self, case: Case, to: str) -> str | None:
+        """There are no snapshots to go back to."""
+        return None
+
+    def grow_island(self, case: Case, module: str) -> None:
+        raise NotImplementedError
+
+    def patch(self, case: Case) -> str | None:
+        return None
+
+
+def _place(origin: Origin) -> tuple[Any, ...]:
+    return origin.file, origin.line, origin.op, origin.module

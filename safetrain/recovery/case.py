@@ -1,0 +1,104 @@
+"""What the ladder is told about a refused step, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..incident import Incident
+from ..rng import RandomState
+from ..verdict import Action, Decision
+from ..view import StepView
+
+DATA_CAUSES = {
+    "division_by_zero",
+    "log_of_nonpositive",
+    "invalid_domain",
+    "singular_gradient",
+    "masked_branch_gradient",
+    "neg_inf_mask",
+    "empty_reduction",
+    "degenerate_decomposition",
+    "infeasible_target",
+    "bad_input_data",
+    "custom_backward_bug",
+}
+"""Causes that lie in a sample or a formula: a lower learning rate would not help."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A refused step. The trainer has already put everything back to where it was before it."""
+
+    view: StepView
+    decision: Decision
+    window: Sequence[Any]
+    random_state: RandomState
+    incident: Incident
+    """With what the investigation found."""
+    is_late: bool = False
+    """The step lies some steps back (`loop.host_read_every`), so it cannot be tried again."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What the investigation found that rungs need and an incident does not tell."""
+
+    @property
+    def is_non_finite(self) -> bool:
+        """Some number of the step itself is NaN or Inf, while the state before it was fine."""
+        value = self.incident.trigger.value
+        bad = isinstance(value, float) and not math.isfinite(value)
+        return bad and not any("bad_state" in v.evidence for v in self.decision.verdicts.values())
+
+    @property
+    def wants_restart(self) -> bool:
+        return any(v.evidence.get("restart") for v in self.decision.verdicts.values())
+
+    @property
+    def needs_probe(self) -> bool:
+        """A rollback is asked for only because of refusals in a row, which a run of bad data explains as well as a bad state."""
+        asking = [v for v in self.decision.verdicts.values() if v.action is Action.ROLLBACK]
+        return bool(asking) and all(v.evidence.get("probe") for v in asking)
+
+    @property
+    def is_fault_of_data(self) -> bool:
+        """A sample or a formula is at fault, or chance; not the way training goes. Unknown causes are not."""
+        if self.decision.action is Action.SKIP and not self.is_non_finite:
+            return True  # a single finite outlier
+        transient = self.incident.replay.reproduced is False
+        return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What was done in the end."""
+
+    action: Action
+    """COMMIT: the step was repaired and committed. SKIP, ROLLBACK, STOP as everywhere."""
+    reasons: Sequence[str] = ()
+    """What each rung that was tried has to say."""
+    is_dynamics: bool = False
+    """The way training goes is at fault, so the learning rate should be lowered."""
+
+
+class Bench(Protocol):
+    """What rungs may do; the trainer does it."""
+
+    def try_again(self, case: Case, window: Sequence[Any]) -> bool:
+        """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
+
+    def bad_micro_batches(self, case: Case) -> list[int]:
+        """Which micro-batches of the window are not finite on their own."""
+
+    def state_is_sound(self) -> bool | None:
+        """Does the last good batch still give about the loss it gave? None when there is none yet."""
+
+    def roll_back(self, case: Case, to: str) -> str | None:
+        """Go back to the `newest` trusted snapshot, an `older` one, the newest checkpoint on `disk`, or the `first` snapshot,
+        with the data cursor past this step; says where to, or None when there is nothing to go back to."""
+
+    def grow_island(self, case: Case, module: str) -> None:
+        """Keep a module in float32 from now on."""
+
+    def patch(self, case: Case) -> str | None:
+        """From now on, run the safe variant of the operation at the incident's line; says which, or None if there is none."""
