@@ -86,7 +86,14 @@ class SafeTrainer(TrainerParts):
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
         self.transaction.begin()
-        measurement, limits = self._attempt(window)
+        for guard in self.guards:
+            guard.begin(self.step, self.run.consecutive_refusals)
+        try:
+            measurement, limits = self._attempt(window)
+        except Exception as error:
+            if not self._refuse_error(error, window):
+                raise
+            return
         if self._deferred is not None:
             self._deferred.commit(measurement, limits, window)
             return
@@ -109,7 +116,7 @@ class SafeTrainer(TrainerParts):
                 self.engine.backward(loss if len(window) == 1 else loss / len(window))
             losses.append(loss.detach())
             metrics.append(beside)
-        return self._measure(losses, metrics)
+        return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         with self.engine.autocast():
@@ -118,14 +125,16 @@ class SafeTrainer(TrainerParts):
         assembly.check_graph(loss, "training_step")
         return loss, metrics
 
-    def _measure(self, losses: list[Tensor], metrics: list[dict[str, Any]]) -> tuple[Measurement, Limits]:
+    def _measure(
+        self, losses: list[Tensor], metrics: list[dict[str, Any]], window: Sequence[Any]
+    ) -> tuple[Measurement, Limits]:
         self.engine.unscale(self.optimizer)
         grads = gradients.collect(self._parameters)
         norm = gradients.global_norm(grads).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak)
+        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak, window)
         signals = {f"{g.name}.{name}": value for g in self.guards for name, value in g.measure(step).items()}
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics)
+        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
         measurement.vector = self.engine.share(measurement.vector)
         return measurement, tightest(guard.limits() for guard in self.guards)
 
@@ -156,6 +165,8 @@ class SafeTrainer(TrainerParts):
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged. Refusals are bounded by a budget, and nothing bad is accepted when it is spent."""
         verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
+        if view.error is not None:
+            verdicts.append(("loop", Verdict(Action.SKIP, reason=f"{type(view.error).__name__}: {view.error}")))
         decision = merge(verdicts)
         if decision.action is Action.COMMIT:
             return decision
@@ -197,6 +208,28 @@ class SafeTrainer(TrainerParts):
         self.engine.keep_scale(view.loss_scale)
         self._clear_gradients()
         self.refused(view, decision, window, self.transaction.random_state)
+
+    def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
+        """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
+        if self.engine.world_size > 1:
+            return False  # the other ranks are in a collective that this one has left
+        self._settle()
+        scale = self.engine.loss_scale()
+        view = StepView(
+            step=self.step,
+            loss=math.nan,
+            grad_norm=math.nan,
+            lrs=self.scheduled_lrs(),
+            loss_scale=1.0 if scale is None else float(scale),
+            **self.run.history(False),
+            bad_state=self.audit.bad_state_before_step,
+            window=lambda: window,
+            error=error,
+        )
+        if not any(guard.explains(view) for guard in self.guards):
+            return False
+        self._refuse(view, self._judge(view), window)
+        return True
 
     def refused(self, view: StepView, decision: Decision, window: Sequence[Any], random_state: RandomState) -> None:
         """Tell of a step that was not applied, and stop if that was the verdict."""

@@ -1,8 +1,8 @@
 """The guard protocol and the registry of guards by name.
 
     begin ─ data ─ forward/backward ─ measure ─ judge ─┬─ commit ─ learn
-              │                         │         │    └─ refuse
-            attach (once)   limits ─────┘         │
+      │       │                         │         │    └─ refuse
+    begin   attach (once)   limits ─────┘         │
                             measure ──────────────┘
 
 A guard answers, it never acts: it sees frozen numbers and returns a verdict. It never holds the trainer.
@@ -59,6 +59,9 @@ class Guard:
         """Install hooks on the model before the first step; return a function that removes them."""
         return None
 
+    def begin(self, step: int, num_refused: int) -> None:
+        """Called before each step; `num_refused` steps directly before it were refused."""
+
     def limits(self) -> Limits:
         """Bounds on the gradient of the next step. The tightest of all guards' bounds is applied."""
         return Limits()
@@ -70,6 +73,10 @@ class Guard:
     def judge(self, view: StepView) -> Verdict:
         """The answer. Pure: called again with the same view it gives the same verdict and changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} must define judge(view) -> Verdict")
+
+    def explains(self, view: StepView) -> bool:
+        """Forward or backward raised `view.error`: True makes that a refused step instead of the end of the run."""
+        return False
 
     def verdict(self, view: StepView) -> Verdict:
         """What `judge` answers, checked to be a verdict."""
