@@ -21,7 +21,7 @@ from . import assembly, gradients
 from .checkpoint import save_weights
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
-from .errors import Interrupted, TrainingStopped, UsageError
+from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
 from .hooks import check_hooks
 from .measure import Measurement
@@ -211,7 +211,7 @@ class SafeTrainer(TrainerParts):
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
-        if self.engine.world_size > 1:
+        if self.engine.world_size > 1 or isinstance(error, SafetrainError):
             return False  # the other ranks are in a collective that this one has left
         self._settle()
         scale = self.engine.loss_scale()
