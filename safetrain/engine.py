@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import islands
 from .config.schema import LoopConfig
 from .errors import UsageError
 
@@ -41,6 +42,7 @@ class Engine:
         self.world_size: int = self._accelerator.num_processes
         self.precision = loop.precision
         self._autocast_dtype = AUTOCAST[loop.precision]
+        self._model: nn.Module | None = None
         self._scaler = torch.amp.GradScaler(self.device.type) if loop.precision == "fp16" else None
         self._check_in_effect()
 
@@ -101,7 +103,7 @@ class Engine:
                 "To fix: call model.float() first."
             )
         model.to(self.device)
-        called = model
+        self._model = called = model
         if compile_with:
             called = torch.compile(model, backend="inductor" if compile_with is True else compile_with)  # type: ignore[assignment]
         if self.world_size > 1:
@@ -109,9 +111,8 @@ class Engine:
         return called
 
     def autocast(self) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+        """For a training step: around all of it, or inside the model only if the loss is an fp32 island."""
+        return islands.autocast(self._model, self.device.type, self._autocast_dtype)
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, sync: bool) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ class Measurement:
         loss_scale: Tensor | None,
         signals: Mapping[str, Tensor],
         metrics: Sequence[Mapping[str, Any]],
+        window: Sequence[Any] = (),
     ) -> None:
         self.grad_norm = grad_norm
+        self.window = window
         self.num_losses = len(losses)
         self._signal_names = list(signals)
         self._has_scale = loss_scale is not None
@@ -46,7 +49,12 @@ class Measurement:
             "metrics": self._mean_metrics(
                 [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
             ),
+            "window": self._window_while_measured(),
         }
+
+    def _window_while_measured(self) -> Callable[[], Sequence[Any]]:
+        measurement = weakref.ref(self)  # the view may be kept for long, and must not keep the batches alive
+        return lambda: () if (alive := measurement()) is None else alive.window
 
     def _mean_metrics(self, values: Sequence[float]) -> dict[str, float]:
         by_name: dict[str, list[float]] = {}

@@ -21,8 +21,9 @@ from . import assembly, gradients
 from .checkpoint import save_weights
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
-from .errors import Interrupted, TrainingStopped, UsageError
+from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
+from .forensics.raised import is_numeric
 from .hooks import check_hooks
 from .measure import Measurement
 from .parts import TrainerParts
@@ -89,7 +90,14 @@ class SafeTrainer(TrainerParts):
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
         self.transaction.begin()
-        measurement, limits = self._attempt(window)
+        for guard in self.guards:
+            guard.begin(self.step, self.run.consecutive_refusals)
+        try:
+            measurement, limits = self._attempt(window)
+        except Exception as error:
+            if not self._refuse_error(error, window):
+                raise
+            return
         if self._deferred is not None:
             self._deferred.commit(measurement, limits, window)
             return
@@ -111,7 +119,7 @@ class SafeTrainer(TrainerParts):
                 self.engine.backward(loss if len(window) == 1 else loss / len(window))
             losses.append(loss.detach())
             metrics.append(beside)
-        return self._measure(losses, metrics)
+        return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         with self.engine.autocast():
@@ -121,14 +129,16 @@ class SafeTrainer(TrainerParts):
             assembly.check_graph(loss, "training_step")
         return loss, metrics
 
-    def _measure(self, losses: list[Tensor], metrics: list[dict[str, Any]]) -> tuple[Measurement, Limits]:
+    def _measure(
+        self, losses: list[Tensor], metrics: list[dict[str, Any]], window: Sequence[Any]
+    ) -> tuple[Measurement, Limits]:
         self.engine.unscale(self.optimizer)
         grads = gradients.collect(self._parameters)
         norm = gradients.global_norm(grads).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak)
+        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak, window)
         signals = {f"{g.name}.{name}": value for g in self.guards for name, value in g.measure(step).items()}
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics)
+        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
         measurement.vector = self.engine.share(measurement.vector)
         return measurement, tightest(guard.limits() for guard in self.guards)
 
@@ -158,7 +168,12 @@ class SafeTrainer(TrainerParts):
 
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""
-        return merge((guard.name, guard.verdict(view)) for guard in self.guards)
+        verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
+        if view.error is not None:
+            evidence = {"signal": "exception", "value": math.nan}
+            reason = f"{type(view.error).__name__}: {view.error}"
+            verdicts.append(("loop", Verdict(Action.SKIP, reason=reason, evidence=evidence)))
+        return merge(verdicts)
 
     def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
         if view.scaler_overflow:  # the scaler's own way of skipping: it lowers its scale and nothing else moves
@@ -191,6 +206,29 @@ class SafeTrainer(TrainerParts):
         self.engine.keep_scale(view.loss_scale)
         self._clear_gradients()
 
+    def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
+        """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
+        if self.engine.world_size > 1 or isinstance(error, SafetrainError):
+            return False  # the other ranks are in a collective that this one has left
+        self._settle()
+        scale = self.engine.loss_scale()
+        view = StepView(
+            step=self.step,
+            loss=math.nan,
+            grad_norm=math.nan,
+            lrs=self.scheduled_lrs(),
+            loss_scale=1.0 if scale is None else float(scale),
+            **self.run.history(False),
+            bad_state=self.audit.bad_state_before_step,
+            window=lambda: window,
+            error=error,
+        )
+        if not (is_numeric(error) or any(guard.explains(view) for guard in self.guards)):
+            return False
+        self._undo(view)
+        self.refused(view, self._judge(view), window, self.transaction.random_state)
+        return True
+
     def refused(
         self,
         view: StepView,
@@ -209,7 +247,7 @@ class SafeTrainer(TrainerParts):
         self.run.close_incident(case, settlement, self.stream.epoch)
         self.on_incident(incident)
         if settlement.action is Action.STOP:
-            raise TrainingStopped(incident, self.run.result)
+            raise TrainingStopped(incident, self.run.result) from view.error
         return settlement.action
 
     # ---- around the steps --------------------------------------------------------------------------------------

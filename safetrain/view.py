@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,8 @@ class DeviceStep:
     """Largest absolute value over the model's buffers (NaN and Inf propagate); None when it has none."""
     state_peak: Callable[[], Tensor | None]
     """Largest absolute value over parameters and optimizer state, as they were before this step."""
+    window: Sequence[Any] = ()
+    """The micro-batches of the step."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,17 @@ class StepView:
     bad_state: Callable[[], Mapping[str, str]] = dict
     """Names of non-finite parameters, optimizer state and buffers, with what is wrong. Reads the whole state: only call
     it when the step is already in trouble."""
+    window: Callable[[], Sequence[Any]] = tuple
+    """The micro-batches of the step, on the device. Nothing once the step is over: a view that is kept keeps no data."""
+    error: Exception | None = None
+    """What forward or backward raised, if a guard explained it; the loss and the gradient norm are then NaN."""
+
+    @property
+    def in_trouble(self) -> bool:
+        """It raised, or its loss or gradient is not finite (an overflow that the fp16 scaler handles is no trouble)."""
+        if self.error is not None or not math.isfinite(self.loss):
+            return True
+        return not (math.isfinite(self.grad_norm) or self.scaler_overflow)
 
     @property
     def lr(self) -> float:

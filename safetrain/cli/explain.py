@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What a guard does by defining a method, by the stage of the loop at which the method is called.
 STAGES = {
-    "begin": {"attach": "installs its hooks on the model, once"},
+    "begin": {"attach": "installs its hooks on the model, once", "begin": "looks whether this step is to be watched"},
     "measure": {"limits": "bounds the gradient", "measure": "adds its own numbers to the step's one transfer"},
     "judge": {"judge": "gives a verdict"},
     "learn": {"learn": "updates its baseline"},

@@ -1,8 +1,8 @@
 """The guard protocol and the registry of guards by name.
 
     begin ─ data ─ forward/backward ─ measure ─ judge ─┬─ commit ─ learn
-              │                         │         │    └─ refuse
-            attach (once)   limits ─────┘         │
+      │       │                         │         │    └─ refuse
+    begin   attach (once)   limits ─────┘         │
                             measure ──────────────┘
 
 A guard answers, it never acts: it sees frozen numbers and returns a verdict. It never holds the trainer.
@@ -47,9 +47,7 @@ class Guard:
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")
         known = REGISTRY.get(cls.name)
         if known is None or not known.__module__.startswith(f"{__package__}."):
-            REGISTRY[cls.name] = (
-                cls  # a guard of the user's with the name of ours is used by `_target_`, and hides nothing
-            )
+            REGISTRY[cls.name] = cls  # a guard of the user's with a name of ours is used by `_target_`, and hides nothing
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         """Give the options as keywords, or a ready `Config`."""
@@ -58,6 +56,9 @@ class Guard:
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""
         return None
+
+    def begin(self, step: int, num_refused: int) -> None:
+        """Called before each step; `num_refused` steps directly before it were refused."""
 
     def limits(self) -> Limits:
         """Bounds on the gradient of the next step. The tightest of all guards' bounds is applied."""
@@ -70,6 +71,10 @@ class Guard:
     def judge(self, view: StepView) -> Verdict:
         """The answer. Pure: called again with the same view it gives the same verdict and changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} must define judge(view) -> Verdict")
+
+    def explains(self, view: StepView) -> bool:
+        """Forward or backward raised `view.error`: True makes that a refused step instead of the end of the run."""
+        return False
 
     def verdict(self, view: StepView) -> Verdict:
         """What `judge` answers, checked to be a verdict."""

@@ -1,0 +1,98 @@
+"""Anomaly mode over a whole run: what it raises is a refused step, not the end of the run."""
+
+import math
+
+import pytest
+import torch
+from small import assert_same, deep_state, make_batches, make_model, mse
+
+from safetrain import SafeTrainer, TrainingStopped, UsageError
+
+ALWAYS = {"guards": {"anomaly": {"mode": "always"}}}
+
+
+def where_trap(model, batch):
+    """A finite loss whose gradient is NaN if the first input is exactly 7: the square root is masked, its derivative is not."""
+    out = model(batch[0])
+    gap = (batch[0][0, 0] - 7.0) * out.sum()
+    root = torch.where(gap == 0, torch.zeros(()), torch.sqrt(gap.abs()))
+    return (out - batch[1]).square().mean() + 0.0 * root
+
+
+def marked(count, bad):
+    batches = make_batches(count)
+    for index in bad:
+        batches[index][0][0, 0] = 7.0
+    return batches
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")  # torch tells the forward traceback as a warning
+def test_what_anomaly_mode_raises_is_a_refused_step_with_its_text(make_trainer):
+    seen = {}
+
+    class Watching(SafeTrainer):
+        def on_commit(self, view):
+            seen["before"] = deep_state(self)
+
+        def on_incident(self, incident):
+            seen["incident"] = incident
+            assert_same(deep_state(self), seen["before"])
+            assert all(p.grad is None for p in self.model.parameters())
+
+    trainer = make_trainer(cls=Watching, loss_fn=where_trap, train_data=marked(8, (5,)), config=ALWAYS)
+    result = trainer.fit()
+    assert (result.steps, result.skipped) == (7, 1)
+    assert seen["incident"].step == 5
+    assert seen["incident"].trigger.guard == "anomaly"
+    assert "returned nan values in its 0th output" in seen["incident"].trigger.value
+    assert math.isnan(result.losses[5])
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+def test_refusals_by_anomaly_mode_are_bounded_like_all_others(make_trainer):
+    data = marked(8, range(8))
+    with pytest.raises(TrainingStopped) as stopped:
+        make_trainer(loss_fn=where_trap, train_data=data, config={**ALWAYS, "recovery": {"max_refusals": 3}}).fit()
+    assert stopped.value.result.skipped == 4
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+def test_with_deferred_reads_the_step_numbers_stay_right(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {**ALWAYS, "loop": {"host_read_every": 4}}
+    result = make_trainer(
+        model, optimizer=optimizer, loss_fn=where_trap, train_data=marked(10, (5,)), config=config
+    ).fit()
+    assert [incident.step for incident in result.incidents] == [5]
+    assert result.steps == 9
+    assert [math.isnan(loss) for loss in result.losses] == [step == 5 for step in range(10)]
+
+
+def test_other_exceptions_pass_through_unchanged(make_trainer):
+    def loss_fn(model, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as error:
+        make_trainer(loss_fn=loss_fn, train_data=make_batches(2), config=ALWAYS).fit()
+    assert error.traceback[-1].name == "loss_fn"
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+def test_under_the_fp16_loss_scaler_the_run_ends_with_what_to_do(make_trainer):
+    config = {**ALWAYS, "loop": {"precision": "fp16"}}
+    with pytest.raises(UsageError, match="mode=replay"):
+        make_trainer(loss_fn=where_trap, train_data=marked(2, (0, 1)), config=config).fit()
+
+
+def test_a_healthy_run_has_the_bits_of_a_plain_one(make_trainer):
+    batches, states = make_batches(20), []
+    for config in ({}, ALWAYS):
+        torch.manual_seed(1)
+        model = make_model()
+        assert make_trainer(model, loss_fn=mse, train_data=batches, config=config).fit().healthy
+        states.append(model.state_dict())
+    assert_same(*states)

@@ -1,0 +1,116 @@
+"""The batch guard in a run."""
+
+import math
+
+import pytest
+import torch
+from small import assert_same, make_batches, make_model
+from torch import nn
+from torch.nn import functional as F
+
+from safetrain import SafeTrainer, TrainingStopped
+
+ON = {"guards": {"batch": {}}}
+
+
+def test_the_guilty_samples_are_in_the_verdict(make_trainer):
+    seen = {}
+
+    class Watching(SafeTrainer):
+        def refused(self, view, decision, window, random_state):
+            seen[view.step] = decision.verdicts["batch"].evidence
+            return super().refused(view, decision, window, random_state)
+
+    batches = make_batches(6)
+    for index in (2, 4):
+        batches[index][0][0, 0] = math.nan
+    result = make_trainer(cls=Watching, train_data=batches, config=ON).fit()
+    assert [i.step for i in result.incidents] == [2, 4]
+    assert seen[2]["samples"] == [0]
+    assert seen[2]["fields"] == ["0"]
+    assert result.incidents[0].trigger.guard == "batch"
+
+
+def test_a_kept_view_keeps_no_batch(make_trainer):
+    views = []
+
+    class Keeping(SafeTrainer):
+        def on_commit(self, view):
+            assert len(view.window()) == 2
+            views.append(view)
+
+    make_trainer(cls=Keeping, train_data=make_batches(6), config={"loop": {"grad_accum": 2}}).fit()
+    assert [view.window() for view in views] == [(), (), ()]
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def labelled(count, bad=()):
+    batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(count)]
+    for index in bad:
+        batches[index][1][5] = 3
+    return batches
+
+
+def classifier():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def test_a_label_that_makes_the_loss_raise_is_a_refused_step(make_trainer):
+    """On a GPU it would be a device assert; on the CPU an IndexError, after the forward pass wrote to the buffers."""
+    model = classifier()
+    config = {**ON, "recovery": {"heal": []}}
+    result = make_trainer(model, loss_fn=classify, train_data=labelled(5, bad=(1,)), config=config).fit()
+    (incident,) = result.incidents
+    assert (result.steps, incident.step, incident.trigger.signal) == (4, 1, "labels")
+    assert "holds the label 3, outside the 3 classes of the model's output in row 5" in incident.decision.reasons[0]
+    assert any("IndexError: Target 3 is out of bounds" in reason for reason in incident.decision.reasons)
+    assert int(model[1].num_batches_tracked) == 4
+    assert math.isnan(result.losses[1])
+
+
+def test_labels_that_are_always_wrong_stop_the_run_with_the_diagnosis(make_trainer):
+    with pytest.raises(TrainingStopped) as stopped:
+        config = {**ON, "recovery": {"heal": []}}
+        make_trainer(classifier(), loss_fn=classify, train_data=labelled(20, bad=range(20)), config=config).fit()
+    assert any("outside the 3 classes" in reason for reason in stopped.value.incident.decision.reasons)
+
+
+@pytest.mark.parametrize("compile_with", [False, "aot_eager"])
+def test_the_class_dimension_is_seen_in_a_compiled_model_too(make_trainer, compile_with):
+    config = {**ON, "loop": {"compile": compile_with}}
+    result = make_trainer(classifier(), loss_fn=classify, train_data=labelled(4, bad=(2,)), config=config).fit()
+    assert [(i.step, i.trigger.signal) for i in result.incidents] == [(2, "labels")]
+
+
+def test_masked_targets_do_no_harm(make_trainer):
+    def loss_fn(model, batch):
+        known = ~batch[1].isnan()
+        return (model(batch[0])[known] - batch[1][known]).square().mean()
+
+    batches = make_batches(10)
+    for _, targets in batches:
+        targets[3] = math.nan
+    states = []
+    for config in ({}, ON):
+        torch.manual_seed(1)
+        model = make_model()
+        assert make_trainer(model, loss_fn=loss_fn, train_data=batches, config=config).fit().healthy
+        states.append(model.state_dict())
+    assert_same(*states)
+    config = {"guards": {"batch": {"only_if_bad": False}}}
+    assert make_trainer(loss_fn=loss_fn, train_data=batches, config=config).fit().steps == 0
+    config = {"guards": {"batch": {"only_if_bad": False, "ignore": ["1"]}}}
+    assert make_trainer(loss_fn=loss_fn, train_data=batches, config=config).fit().healthy
+
+
+def test_with_deferred_reads_the_samples_are_still_found(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {**ON, "loop": {"host_read_every": 4}}
+    result = make_trainer(model, optimizer=optimizer, train_data=make_batches(9, bad=(5,)), config=config).fit()
+    (incident,) = result.incidents
+    assert (incident.step, incident.trigger.guard) == (5, "batch")
+    assert "in row 0" in incident.decision.reasons[0]
