@@ -80,10 +80,14 @@ def _values(t: Tensor) -> Tensor:
     """The numbers a tensor stores, as something that `aminmax` understands."""
     t = t.detach()
     if t.layout is not torch.strided:
-        t = t.to_sparse_coo().coalesce().values()
+        t = _coalesced(t).values()
     if t.is_complex():
         return torch.view_as_real(t.resolve_conj())
     return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t  # float8 has almost no operations
+
+
+def _coalesced(t: Tensor) -> Tensor:
+    return t.to_sparse(layout=torch.sparse_coo).coalesce()
 
 
 def _is_finite(t: Tensor) -> bool:
@@ -103,7 +107,7 @@ def _describe(t: Tensor) -> str:
     place = torch.nonzero(~finite)[0]
     first = float(values[tuple(place)])
     if t.layout is not torch.strided:  # a place among the stored values is not yet a place in the tensor
-        place = torch.cat([t.detach().to_sparse_coo().coalesce().indices()[:, place[0]], place[1:]])
+        place = torch.cat([_coalesced(t.detach()).indices()[:, place[0]], place[1:]])
     shape = "×".join(map(str, t.shape)) or "scalar"
     healthy = values[finite]
     span = "no finite values"

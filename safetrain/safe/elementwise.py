@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from .inputs import as_real, floor_of, is_finite_and
+from .inputs import as_real, floor_of, is_finite_and, result_dtype
 
 
 def log(x: Tensor, eps: float | None = None) -> Tensor:
@@ -48,7 +48,8 @@ def div(x: Tensor | float, y: Tensor | float, fill: float = 0.0, eps: float | No
     """
     if isinstance(y, Tensor):
         y = as_real(y, "div") if y.is_complex() or y.dtype is torch.bool else y
-        singular = y.abs() < floor_of(torch.result_type(x, y), eps)
+        dtype = result_dtype(x, y)
+        singular = y.detach().to(dtype).abs() < floor_of(dtype, eps)
         quotient = x / torch.where(singular, 1, y)
         # A bad numerator stays visible: Inf/1 and NaN/1 are what they were.
         numerator_is_finite = torch.isfinite(x) if isinstance(x, Tensor) else math.isfinite(x)
@@ -73,6 +74,8 @@ def pow(x: Tensor | float, exponent: Tensor | float, fill: float = 0.0) -> Tenso
     if isinstance(exponent, Tensor):
         exponent = as_real(exponent, "pow")
         if not isinstance(x, Tensor):
+            if x > 0:
+                return torch.pow(x, exponent)
             x = torch.as_tensor(x, dtype=exponent.dtype, device=exponent.device)
         return _pow_of_tensors(as_real(x, "pow"), exponent, fill)
     if not isinstance(x, Tensor):
@@ -93,14 +96,15 @@ def pow(x: Tensor | float, exponent: Tensor | float, fill: float = 0.0) -> Tenso
 def _pow_of_tensors(x: Tensor, exponent: Tensor, fill: float) -> Tensor:
     fractional = (exponent - exponent.trunc()).abs() > 0  # False for NaN and Inf
     below_zero = is_finite_and(x < 0, x)
-    pole = (x.abs() < floor_of(torch.result_type(x, exponent))) & is_finite_and(exponent < 0, exponent)
+    dtype = result_dtype(x, exponent)
+    pole = (x.detach().to(dtype).abs() < floor_of(dtype)) & is_finite_and(exponent < 0, exponent)
     undefined = (below_zero & fractional) | pole
     steep = (x == 0) & (exponent > 0) & (exponent < 1)
     base = torch.where(undefined | steep, 1.0, x)
     # The derivative by the exponent holds log(base): only positive bases may meet an exponent that learns.
     fixed = base <= 0
     learning = torch.pow(torch.where(fixed, 1.0, base), exponent)
-    constant = torch.pow(torch.where(fixed, base, 1.0), exponent.detach())
+    constant = torch.pow(torch.where(fixed & (exponent != 0), base, 1.0), exponent.detach())
     power = torch.where(fixed, constant, learning)
     return torch.where(undefined, fill, torch.where(steep, 0.0, power))
 

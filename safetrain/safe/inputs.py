@@ -29,9 +29,15 @@ def as_mask(mask: Tensor, function: str) -> Tensor:
     return mask.bool()
 
 
+def result_dtype(x: Tensor | float, y: Tensor | float) -> torch.dtype:
+    """The dtype in which torch combines two operands of which at least one is a tensor."""
+    dtype = torch.result_type(x, y)
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
 def floor_of(dtype: torch.dtype, eps: float | None = None) -> float:
     """`eps`, but at least the smallest normal number of the dtype: 1e-8 is 0 in float16, and 1/subnormal overflows."""
-    tiny = torch.finfo(dtype if dtype.is_floating_point else torch.get_default_dtype()).tiny
+    tiny = torch.finfo(dtype).tiny
     return tiny if eps is None else max(eps, tiny)
 
 

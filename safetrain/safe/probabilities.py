@@ -69,22 +69,18 @@ def bce(
             f"safe.bce got input of shape {tuple(input.shape)} and target of shape {tuple(target.shape)}, and broadcasting them "
             "would average over pairs that do not belong together. To fix: give both the same shape."
         )
-    kept = None if mask is None else as_mask(mask, "bce").expand(input.shape)
-    if kept is not None:
-        input = torch.where(kept, input, 0.5)
-        target = torch.where(kept, target, 0)
-    target = target.to(input.dtype)
+    if pos_weight is not None and not from_logits:
+        raise UsageError("safe.bce takes pos_weight for logits only. To fix: pass `weight`, or logits.")
+    kept = torch.ones_like(input, dtype=torch.bool) if mask is None else as_mask(mask, "bce").expand(input.shape)
+    input = torch.where(kept, input, 0.5)
+    target = torch.where(kept, target, 0).to(input.dtype)
     if from_logits:
-        loss = F.binary_cross_entropy_with_logits(input, target, weight, pos_weight=pos_weight, reduction="none")
-    elif pos_weight is None:
+        if mask is None and input.numel():  # torch's own mean has a gradient of its own
+            return F.binary_cross_entropy_with_logits(input, target, weight, reduction=reduction, pos_weight=pos_weight)
+        loss = F.binary_cross_entropy_with_logits(input, target, weight, reduction="none", pos_weight=pos_weight)
+    else:
         loss = _bce_of_probabilities(input, target)
         loss = loss if weight is None else loss * weight
-    else:
-        raise UsageError("safe.bce takes pos_weight for logits only. To fix: pass `weight`, or logits.")
-    if kept is None:
-        kept = torch.ones_like(loss, dtype=torch.bool)
-        if reduction == "mean" and loss.numel():
-            return loss.mean()
     if reduction == "mean":
         return masked_mean(loss, kept)
     loss = torch.where(kept, loss, 0.0)
@@ -92,7 +88,7 @@ def bce(
 
 
 def _bce_of_probabilities(p: Tensor, target: Tensor) -> Tensor:
-    p = torch.where(is_finite_and(p < 0, p), 0.0, p)
+    p = torch.where(is_finite_and((p < 0) | (p > 1), p), p.detach().clamp(0, 1), p)
     at_one = is_finite_and(p >= 1, p)
     log_of_rest = torch.where(at_one, math.log(torch.finfo(p.dtype).tiny), torch.log1p(-torch.where(at_one, 0.5, p)))
     return (target - 1) * log_of_rest - target * log(p)
