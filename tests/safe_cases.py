@@ -148,6 +148,15 @@ CASES = [
     ),
     Case("std", safe.std, torch.std, lambda: (signed(4, 5),), ([2.0, 2.0, 2.0],), 0.0, False),
     Case(
+        "std biased",
+        lambda x: safe.std(x, (0, -1), unbiased=False),
+        lambda x: torch.std(x, (0, -1), unbiased=False),
+        lambda: (signed(2, 3, 4),),
+        ([[[2.0], [3.0]]],),
+        0.0,
+        False,
+    ),
+    Case(
         "std rows",
         lambda x: safe.std(x, dim=1, keepdim=True),
         lambda x: x.var(1, keepdim=True).sqrt() if x.shape[1] == 1 else x.std(1, keepdim=True),

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from ..errors import Interrupted, NonFiniteError, SafetrainError, TrainingStopped
+from ..errors import Interrupted, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
 EXIT_USAGE = 2
@@ -92,8 +92,6 @@ def run(arguments: list[str], verbose: bool = False) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except NonFiniteError:
-        raise  # a check in user code: like any exception there, it keeps its traceback
     except SafetrainError as error:
         if verbose:
             traceback.print_exc()

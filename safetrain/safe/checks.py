@@ -108,13 +108,12 @@ def _describe(t: Tensor) -> str:
     first = float(values[tuple(place)])
     if t.layout is not torch.strided:  # a place among the stored values is not yet a place in the tensor
         place = torch.cat([_coalesced(t.detach()).indices()[:, place[0]], place[1:]])
-    shape = "×".join(map(str, t.shape)) or "scalar"
     healthy = values[finite]
     span = "no finite values"
     if healthy.numel():
         kind = "magnitudes" if t.is_complex() else "values"
         span = f"finite {kind} from {float(healthy.min()):.6g} to {float(healthy.max()):.6g}"
     return (
-        f"{found} of {values.numel()} values, shape {shape}, {str(t.dtype).removeprefix('torch.')}, "
-        f"first bad index {place.tolist()} ({first}), {span}"
+        f"{found} of {values.numel()} values, shape {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}, "
+        f"first bad index {tuple(place.tolist())} ({first}), {span}"
     )

@@ -30,9 +30,13 @@ def as_mask(mask: Tensor, function: str) -> Tensor:
 
 
 def result_dtype(x: Tensor | float, y: Tensor | float) -> torch.dtype:
-    """The dtype in which torch combines two operands of which at least one is a tensor."""
-    dtype = torch.result_type(x, y)
+    """The dtype in which torch combines two operands; `torch.result_type` would break the graph under compile."""
+    dtype = (_without_numbers(x) + _without_numbers(y)).dtype  # type: ignore[union-attr]
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
+def _without_numbers(x: Tensor | float) -> Tensor | float:
+    return x.new_zeros((0,) if x.dim() else ()) if isinstance(x, Tensor) else x
 
 
 def floor_of(dtype: torch.dtype, eps: float | None = None) -> float:

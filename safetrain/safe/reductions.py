@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -15,37 +14,39 @@ from .inputs import as_mask, as_real, broadcast
 Dims = int | tuple[int, ...] | list[int] | None
 
 
-def norm(x: Tensor, ord: float = 2.0, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """`torch.linalg.vector_norm`, but with gradient zero at the zero vector, also for the second derivative.
+def norm(x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """`torch.norm` of vectors (`torch.linalg.vector_norm`), but with gradient zero at the zero vector, also for the second derivative.
 
     Where only the powers inside over- or underflow and the norm itself fits the dtype, it is computed on a scaled vector. The norm
-    of no elements is zero. `ord` is positive and may be `math.inf`.
+    of no elements is zero. `p` is positive and may be `math.inf`.
 
     >>> safe.norm(torch.tensor([[0.0, 0.0], [3e30, 4e30]]), dim=1)
     tensor([0.0000e+00, 5.0000e+30])
     """
-    if not ord > 0:
-        raise UsageError(f"safe.norm takes a positive ord, but got {ord}. To fix: use torch.linalg.vector_norm for it.")
+    if not p > 0:
+        raise UsageError(f"safe.norm takes a positive p, but got {p}. To fix: use torch.linalg.vector_norm for it.")
     x = as_real(x, "norm")
     if x.numel() == 0:
         return _sum(x, dim, keepdim)
     zero = _peak(x, dim, keepdim=True) == 0
     away_from_zero = torch.where(zero, 1.0, x)
-    length = _rescaled(lambda v, keep: torch.linalg.vector_norm(v, ord, dim, keep), away_from_zero, dim, keepdim)
+    length = _rescaled(lambda v, keep: torch.linalg.vector_norm(v, p, dim, keep), away_from_zero, dim, keepdim)
     return torch.where(zero if keepdim else _squeeze(zero, dim), 0.0, length)
 
 
-def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+def std(
+    x: Tensor, dim: Dims = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> Tensor:
     """`torch.std`, but zero with gradient zero when there are too few elements, or when they are all equal.
 
-    Where only the squares inside over- or underflow, it is computed on scaled elements.
+    Where only the squares inside over- or underflow, it is computed on scaled elements. `correction` overrides `unbiased`.
 
     >>> safe.std(torch.tensor([[5.0], [7.0]]), dim=1)
     tensor([0., 0.])
     """
     x = as_real(x, "std")
-    count = _count(x, dim)
-    if x.numel() == 0 or count - correction <= 0:
+    correction = int(unbiased) if correction is None else correction
+    if x.numel() == 0 or _count(x, dim) - correction <= 0:
         return _sum(x - x, dim, keepdim)  # zero with gradient zero; NaN and Inf give NaN
     return _rescaled(lambda v, keep: torch.std(v, dim, correction=correction, keepdim=keep), x, dim, keepdim)
 
@@ -127,7 +128,10 @@ def _all_if_none(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 
 def _count(x: Tensor, dim: Dims) -> int:
-    return math.prod(x.shape[d] for d in _all_if_none(x, dim)) if x.dim() else 1
+    count = 1
+    for d in _all_if_none(x, dim):  # math.prod would break the graph under compile
+        count *= x.shape[d] if x.dim() else 1
+    return count
 
 
 def _one_dim(x: Tensor, dim: int | None) -> int:
