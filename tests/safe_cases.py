@@ -16,6 +16,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TINY, MAX = "log(tiny)", "max"  # depend on the dtype
 
 
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number that is not subnormal, or in float16 that has a finite reciprocal."""
+    return 1.5318394e-5 if dtype is torch.float16 else torch.finfo(dtype).tiny
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -31,7 +36,7 @@ class Case:
     """Whether torch's own value or gradient is non-finite there, in float32."""
 
     def expected(self, dtype: torch.dtype) -> Tensor:
-        numbers = {TINY: math.log(torch.finfo(dtype).tiny), MAX: torch.finfo(dtype).max}
+        numbers = {TINY: math.log(smallest(dtype)), MAX: torch.finfo(dtype).max}
         value = numbers[self.value] if isinstance(self.value, str) else self.value
         return torch.tensor(value, dtype=torch.float64).to(dtype)
 
@@ -97,6 +102,10 @@ CASES = [
         ([-1.0],),
         0.0,
     ),
+    Case(
+        "pow overflow", lambda e: safe.pow(2.0, e), lambda e: torch.pow(2.0, e), lambda: (signed(3),), ([2000.0],), MAX
+    ),
+    Case("pow large", lambda x: safe.pow(x, 400), lambda x: x**400, lambda: (inner(9),), ([60.0, -60.0],), MAX),
     Case("exp", safe.exp, torch.exp, lambda: (signed(4, 5),), ([1000.0, 800.0],), MAX),
     Case(
         "acos", safe.acos, torch.acos, lambda: (inner(4, 5),), ([1.0, -1.0, 1.5, -7.0],), [0.0, math.pi, 0.0, math.pi]

@@ -17,7 +17,7 @@ from .inputs import as_real, floor_of, is_finite_and, result_dtype
 
 
 def log(x: Tensor, eps: float | None = None) -> Tensor:
-    """`torch.log`, but below `eps` (default: the dtype's smallest normal number) log(eps) with gradient zero.
+    """`torch.log`, but below `eps` (default: the dtype's smallest number with a reciprocal) log(eps) with gradient zero.
 
     >>> safe.log(torch.tensor([0.0, 1.0]))
     tensor([-87.3365,   0.0000])
@@ -39,34 +39,50 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def div(x: Tensor | float, y: Tensor | float, fill: float = 0.0, eps: float | None = None) -> Tensor:
-    """`x / y`, but `fill` with gradient zero for both where |y| is below `eps` (default: the dtype's smallest normal number).
+    """`x / y`, but `fill` with gradient zero for both where |y| is below `eps` (default: the dtype's smallest with a reciprocal).
 
-    A quotient, or its gradient x/y², that is too large for the dtype is not touched: give an `eps` that suits the data.
+    A quotient that is too large for the dtype becomes its largest number, with gradient zero for both. Where only the derivative
+    x/y² is too large, the gradient for y is zero.
 
     >>> safe.div(torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 2.0]))
     tensor([0.0000, 0.0000, 0.5000])
     """
     if isinstance(y, Tensor):
-        y = as_real(y, "div") if y.is_complex() or y.dtype is torch.bool else y
-        dtype = result_dtype(x, y)
-        singular = y.detach().to(dtype).abs() < floor_of(dtype, eps)
-        quotient = x / torch.where(singular, 1, y)
-        # A bad numerator stays visible: Inf/1 and NaN/1 are what they were.
-        numerator_is_finite = torch.isfinite(x) if isinstance(x, Tensor) else math.isfinite(x)
-        return torch.where(singular & numerator_is_finite, fill, quotient)
+        return _div_by_tensor(x, as_real(y, "div") if y.is_complex() or y.dtype is torch.bool else y, fill, eps)
     if not isinstance(x, Tensor):
         raise UsageError("safe.div got two plain numbers. To fix: pass at least one tensor.")
     x = as_real(x, "div")
     if abs(y) < floor_of(x.dtype, eps):
         return torch.where(torch.isfinite(x), fill, x)
-    return x / y
+    quotient = x / y
+    return torch.where(is_finite_and(torch.isinf(quotient), x), _saturated(quotient), quotient)
+
+
+def _div_by_tensor(x: Tensor | float, y: Tensor, fill: float, eps: float | None) -> Tensor:
+    dtype = result_dtype(x, y)
+    x0, y0 = x.detach() if isinstance(x, Tensor) else x, y.detach()
+    # A bad numerator stays visible: Inf/1 and NaN/1 are what they were.
+    x_is_finite = torch.isfinite(x0) if isinstance(x0, Tensor) else math.isfinite(x0)
+    singular = y0.to(dtype).abs() < floor_of(dtype, eps)
+    divisor = torch.where(singular, 1, y0)
+    plain = x0 / divisor
+    overflow = torch.isinf(plain) & x_is_finite
+    steep = torch.isinf(plain / divisor)
+    if not isinstance(x, Tensor):
+        steep = steep | torch.isinf(1 / divisor / divisor)  # torch goes by the reciprocal and its derivative
+    steep = is_finite_and(steep, plain)
+    learning = x / torch.where(singular | overflow | steep, 1, y)
+    with_y_fixed = x / torch.where(steep, y0, 1)
+    quotient = torch.where(overflow, _saturated(plain), torch.where(steep, with_y_fixed, learning))
+    return torch.where(singular & x_is_finite, fill, quotient)
 
 
 def pow(x: Tensor | float, exponent: Tensor | float, fill: float = 0.0) -> Tensor:
     """`torch.pow`, also where the power or its derivative does not exist; the gradient is zero there.
 
-    Zero to an exponent between 0 and 1 is zero. Zero to a negative exponent (subnormal numbers count as zero), and a negative
-    base with a fractional exponent, give `fill`. A base of zero or less passes no gradient to the exponent. Integers become floats.
+    Zero to an exponent between 0 and 1 is zero. Zero to a negative exponent (as for `safe.div`, numbers without a reciprocal count as zero), and a negative
+    base with a fractional exponent, give `fill`. A power that is too large for the dtype becomes its largest number. A base of
+    zero or less passes no gradient to the exponent. Integers become floats.
 
     >>> safe.pow(torch.tensor([0.0, -8.0, 4.0]), 0.5)
     tensor([0., 0., 2.])
@@ -75,38 +91,54 @@ def pow(x: Tensor | float, exponent: Tensor | float, fill: float = 0.0) -> Tenso
         exponent = as_real(exponent, "pow")
         if not isinstance(x, Tensor):
             if x > 0:
-                return torch.pow(x, exponent)
+                return _pow_of_number(x, exponent)
             x = torch.as_tensor(x, dtype=exponent.dtype, device=exponent.device)
         return _pow_of_tensors(as_real(x, "pow"), exponent, fill)
     if not isinstance(x, Tensor):
         raise UsageError("safe.pow got two plain numbers. To fix: pass at least one tensor.")
     x = as_real(x, "pow")
-    if exponent == 0 or (exponent >= 1 and exponent % 1 == 0) or not math.isfinite(exponent):
+    if exponent == 0 or not math.isfinite(exponent):
         return torch.pow(x, exponent)
-    undefined = torch.zeros_like(x, dtype=torch.bool)
-    if exponent % 1 != 0:
-        undefined = is_finite_and(x < 0, x)
+    x0 = x.detach()
+    plain, slope = torch.pow(x0, exponent), exponent * torch.pow(x0, exponent - 1)
+    undefined = torch.isnan(plain)
     if exponent < 0:
-        undefined = undefined | (x.abs() < floor_of(x.dtype))
-    steep = x == 0 if 0 < exponent < 1 else undefined
-    power = torch.pow(torch.where(undefined | steep, 1.0, x), exponent)
-    return torch.where(undefined, fill, torch.where(steep, 0.0, power))
+        undefined = undefined | (x0.abs() < floor_of(x.dtype))
+    constant = is_finite_and(undefined | ~torch.isfinite(plain) | ~torch.isfinite(slope), x0)
+    power = torch.pow(torch.where(constant, 1.0, x), exponent)
+    return torch.where(constant, torch.where(undefined, fill, _saturated(plain)), power)
+
+
+def _pow_of_number(x: float, exponent: Tensor) -> Tensor:
+    plain = torch.pow(x, exponent.detach())
+    overflow = is_finite_and(torch.isinf(plain) | torch.isinf(plain * math.log(x)), exponent)
+    return torch.where(overflow, _saturated(plain), torch.pow(x, torch.where(overflow, 0.0, exponent)))
 
 
 def _pow_of_tensors(x: Tensor, exponent: Tensor, fill: float) -> Tensor:
-    fractional = (exponent - exponent.trunc()).abs() > 0  # False for NaN and Inf
-    below_zero = is_finite_and(x < 0, x)
+    """Both may learn, so each place is one of four: neither can learn there, only the exponent, only the base, or both."""
+    x0, e0 = x.detach(), exponent.detach()
+    plain = torch.pow(x0, e0)
+    to_base = torch.where(e0 == 0, 0.0, e0 * torch.pow(x0, e0 - 1))
+    to_exponent = plain * torch.log(x0)  # Inf or NaN for a base of zero or less
+    finite = torch.isfinite(x0) & torch.isfinite(e0)
     dtype = result_dtype(x, exponent)
-    pole = (x.detach().to(dtype).abs() < floor_of(dtype)) & is_finite_and(exponent < 0, exponent)
-    undefined = (below_zero & fractional) | pole
-    steep = (x == 0) & (exponent > 0) & (exponent < 1)
-    base = torch.where(undefined | steep, 1.0, x)
-    # The derivative by the exponent holds log(base): only positive bases may meet an exponent that learns.
-    fixed = base <= 0
-    learning = torch.pow(torch.where(fixed, 1.0, base), exponent)
-    constant = torch.pow(torch.where(fixed & (exponent != 0), base, 1.0), exponent.detach())
-    power = torch.where(fixed, constant, learning)
-    return torch.where(undefined, fill, torch.where(steep, 0.0, power))
+    undefined = finite & (torch.isnan(plain) | ((x0.to(dtype).abs() < floor_of(dtype)) & (e0 < 0)))
+    base_learns, exponent_learns = torch.isfinite(to_base), torch.isfinite(to_exponent) & (x0 > 0)
+    neither = undefined | (finite & (torch.isinf(plain) | ~(base_learns | exponent_learns)))
+    only_exponent = finite & ~neither & ~base_learns
+    only_base = finite & ~neither & ~exponent_learns
+    both = ~(neither | only_exponent | only_base)
+
+    power = torch.pow(torch.where(both, x, 1.0), exponent)
+    power = torch.where(only_exponent, torch.pow(torch.where(only_exponent, x0, 1.0), exponent), power)
+    power = torch.where(only_base, torch.pow(torch.where(only_base & (e0 != 0), x, 1.0), e0), power)
+    return torch.where(neither, torch.where(undefined, fill, _saturated(plain)), power)
+
+
+def _saturated(x: Tensor) -> Tensor:
+    largest = torch.finfo(x.dtype).max
+    return x.detach().clamp(-largest, largest)
 
 
 def exp(x: Tensor) -> Tensor:
@@ -119,7 +151,7 @@ def exp(x: Tensor) -> Tensor:
     # Asking the operation itself is exact for every dtype, device and autocast setting; a rounded log(max) is not.
     plain = torch.exp(x.detach())
     overflow = is_finite_and(torch.isinf(plain), x)
-    return torch.where(overflow, torch.finfo(plain.dtype).max, torch.exp(torch.where(overflow, 0.0, x)))
+    return torch.where(overflow, _saturated(plain), torch.exp(torch.where(overflow, 0.0, x)))
 
 
 def acos(x: Tensor) -> Tensor:

@@ -40,8 +40,12 @@ def _without_numbers(x: Tensor | float) -> Tensor | float:
 
 
 def floor_of(dtype: torch.dtype, eps: float | None = None) -> float:
-    """`eps`, but at least the smallest normal number of the dtype: 1e-8 is 0 in float16, and 1/subnormal overflows."""
-    tiny = torch.finfo(dtype).tiny
+    """`eps`, but at least the smallest number of the dtype with a reciprocal: 1e-8 is 0 in float16.
+
+    That is the smallest normal number, because smaller ones overflow or are flushed to zero on some devices. In float16 subnormal
+    numbers are everyday probabilities and never flushed; the smallest with a finite reciprocal lies among them.
+    """
+    tiny = 2**-16 + 2**-24 if dtype is torch.float16 else torch.finfo(dtype).tiny
     return tiny if eps is None else max(eps, tiny)
 
 

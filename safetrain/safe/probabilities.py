@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from .elementwise import log
-from .inputs import as_mask, as_real, broadcast, is_finite_and
+from .inputs import as_mask, as_real, broadcast, floor_of, is_finite_and
 from .reductions import masked_mean
 
 
@@ -38,7 +38,7 @@ def log_softmax(x: Tensor, dim: int = -1, mask: Tensor | None = None, dtype: tor
     """
     scores, kept = _masked_scores(x, dim, mask, dtype, "log_softmax")
     result = torch.log_softmax(scores, dim)
-    return torch.where(kept, result, math.log(torch.finfo(result.dtype).tiny))
+    return torch.where(kept, result, math.log(floor_of(result.dtype)))
 
 
 def bce(
@@ -90,7 +90,7 @@ def bce(
 def _bce_of_probabilities(p: Tensor, target: Tensor) -> Tensor:
     p = torch.where(is_finite_and((p < 0) | (p > 1), p), p.detach().clamp(0, 1), p)
     at_one = is_finite_and(p >= 1, p)
-    log_of_rest = torch.where(at_one, math.log(torch.finfo(p.dtype).tiny), torch.log1p(-torch.where(at_one, 0.5, p)))
+    log_of_rest = torch.where(at_one, math.log(floor_of(p.dtype)), torch.log1p(-torch.where(at_one, 0.5, p)))
     return (target - 1) * log_of_rest - target * log(p)
 
 

@@ -69,7 +69,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: Dims = None, keepdim: bool = False
 
 def normalize(x: Tensor, p: float = 2.0, dim: int | None = None, eps: float | None = None) -> Tensor:
     """`torch.nn.functional.normalize`, but zero with gradient zero where the norm is below `eps` (default: the dtype's smallest
-    normal number). Shorter vectors than torch's fixed eps of 1e-12 get length one, in every dtype.
+    number with a reciprocal). Shorter vectors than torch's fixed eps of 1e-12 get length one, in every dtype.
 
     `dim` is torch's 1 unless given, or the only dimension of a vector.
 
@@ -83,7 +83,7 @@ def normalize(x: Tensor, p: float = 2.0, dim: int | None = None, eps: float | No
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int | None = None, eps: float | None = None) -> Tensor:
     """`torch.nn.functional.cosine_similarity`, but zero with gradient zero for both where one norm is below `eps` (default: the
-    dtype's smallest normal number).
+    dtype's smallest number with a reciprocal).
 
     `dim` is torch's 1 unless given, or the only dimension of a vector. Rounding may exceed ±1 as in torch; `safe.acos` takes that.
 
