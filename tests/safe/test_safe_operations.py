@@ -64,6 +64,13 @@ def test_documented_value_and_zero_gradients_at_the_singular_point(case, dtype):
         assert all(g is None or torch.equal(g, torch.zeros_like(g)) for g in second)
 
 
+@by_name(CASES)
+def test_anomaly_mode_finds_no_nan_on_the_way(case):
+    """A NaN that is only cut off later would still be blamed by whoever looks at every operation."""
+    with torch.autograd.set_detect_anomaly(True):
+        gradients(case.safe, case.inputs(torch.float32, healthy=False))
+
+
 @by_name([case for case in CASES if case.plain_fails])
 def test_torch_itself_fails_there(case):
     """Guards the test above: a case that torch survives would prove nothing."""
@@ -175,6 +182,10 @@ def test_bce_mask_weight_and_shape():
     kept = F.binary_cross_entropy_with_logits(logits[mask], target[mask])
     assert torch.equal(safe.bce(logits, target, mask=mask), kept)
     assert safe.bce(logits, target, mask=mask, reduction="none")[1] == 0
+    learning = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(safe.bce(learning, target, mask=mask), learning)
+    assert gradient[1] == 0
+    assert gradient.isfinite().all()
     assert safe.bce(logits, target, mask=torch.zeros(3, dtype=torch.bool)) == 0
     assert safe.bce(logits, target).isnan()
     weight = torch.tensor([2.0, 1.0, 0.5])
