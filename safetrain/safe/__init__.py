@@ -6,7 +6,8 @@
 What holds for all of them:
 
 - Away from the singular point they are torch's operation: same bits, same gradient. Swapping one in changes no healthy number.
-- At the singular point the value is the documented one and the gradient is zero, also the gradient of the gradient.
+- At the singular point the value is the documented one and the gradient is zero, also the gradient of the gradient. Finite
+  input gives finite values and gradients, except where a norm, a sum or a mean is itself too large for the dtype.
 - They repair what *finite* input does to the operation, and never hide bad input: NaN in gives NaN out, and ±Inf gives what
   torch's operation gives. (The exception is -Inf in softmax and log_softmax, where it is the usual way to write a mask.)
 - Limits come from the dtype of the tensor, so float16, bfloat16, float32 and float64 all work, also under autocast.
