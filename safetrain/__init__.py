@@ -9,12 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import safe
     from .config import load_config
     from .errors import (
         ConfigError,
         DataError,
         Interrupted,
         LossError,
+        NonFiniteError,
         RunDirectoryError,
         SafetrainError,
         TrainingStopped,
@@ -37,6 +39,7 @@ _HOMES = {
         "DataError",
         "Interrupted",
         "LossError",
+        "NonFiniteError",
         "RunDirectoryError",
         "SafetrainError",
         "TrainingStopped",
@@ -63,6 +66,7 @@ __all__ = [
     "Interrupted",
     "Limits",
     "LossError",
+    "NonFiniteError",
     "RunDirectoryError",
     "SafeTrainer",
     "SafetrainError",
@@ -72,10 +76,13 @@ __all__ = [
     "Verdict",
     "load_config",
     "option",
+    "safe",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "safe":
+        return importlib.import_module("safetrain.safe")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'safetrain' has no attribute {name!r}")
     return getattr(importlib.import_module(f"safetrain.{_HOME_OF[name]}"), name)

@@ -6,6 +6,7 @@
     │   ├── DataError         the data given cannot be trained on
     │   └── LossError         training_step returned something that is not a loss
     ├── RunDirectoryError     the run directory cannot be used                     exit code 2
+    ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
     └── Interrupted           SIGINT or SIGTERM; the step was finished and saved   exit code 130, 143
 
@@ -49,6 +50,10 @@ class LossError(UsageError):
 
 class RunDirectoryError(SafetrainError):
     """The run directory already holds a run, or cannot be written."""
+
+
+class NonFiniteError(SafetrainError, FloatingPointError):
+    """`safe.check_tensor` or `safe.check_gradients` found NaN or Inf; the message says how many, where, and in what."""
 
 
 class TrainingStopped(SafetrainError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError, SafetrainError
+from ..errors import ConfigError, NonFiniteError, SafetrainError
 from .flags import config_arguments
 from .main import EXIT_INCIDENTS, EXIT_USER_EXCEPTION
 
@@ -45,9 +45,10 @@ def command(loaded: LoadedConfig, out: str | None, quiet: bool, json_lines: bool
     progress = Progress()
     try:
         result = progress.train(loaded.config, out)
-    except (KeyboardInterrupt, SafetrainError):
-        raise
-    except Exception:
+    except Exception as error:
+        # A check that user code calls is an exception of user code.
+        if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
+            raise
         traceback.print_exc()
         click.echo(f"\nsafetrain: the exception above was raised {progress.stage}", err=True)
         return EXIT_USER_EXCEPTION
