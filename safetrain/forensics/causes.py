@@ -73,7 +73,7 @@ def corrupt_parameter(f: Finding) -> str | None:
 def bad_input_data(f: Finding) -> str | None:
     if f.phase == "data":
         return f"{f.owner} already holds non-finite values when the step begins"
-    if f.event is not None and f.event.op.startswith("lift") and f.event.literal == NAN:
+    if f.phase == "forward" and f.event is not None and f.event.op.startswith("lift") and f.event.literal == NAN:
         return "a tensor made from Python or NumPy values already holds NaN"
     return None
 
@@ -172,7 +172,8 @@ def fp16_underflow(f: Finding) -> str | None:
     if not f.is_low_precision or f.finite_in_fp32 is False or f.event is None or f.facts is None:
         return None
     overflows = f.facts.kind_in_fp64 == FINITE and f.facts.peak_in_fp64 > 6e4
-    if f.event.op.removesuffix("_backward") in NORMS and not overflows:
+    small_input = all(abs(f.facts.inputs[0].get(bound, 0.0)) < 1e4 for bound in ("min", "max"))
+    if f.event.op.removesuffix("_backward") in NORMS and small_input:
         return f"{f.name}: its eps rounds to 0 in half precision where the variance is 0. {_operands(f)}"
     if f.finite_in_fp32 and (_denominator_zeros(f) or _is_log(f)) and not overflows:
         return f"{f.name} got a zero that is no zero in single precision: {_operands(f)}"
