@@ -7,11 +7,10 @@ Labels are a closed list; when no rule fits, the answer is `unknown` with the re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 from ..incident import Cause
+from ..incident_report import describe_operand
 from .finding import Finding, has_masked_zeros
 from .frames import user_place
 from .raised import explain_error
@@ -319,21 +318,3 @@ def _operands(f: Finding) -> str:
     if f.facts is None or not f.facts.inputs:
         return "its operands were not measured"
     return "; ".join(describe_operand(operand) for operand in f.facts.inputs[:4])
-
-
-def describe_operand(operand: dict[str, Any]) -> str:
-    """For a sentence: `self: 12 zeros, 3 negative of 4096 values in [-1, 2], smallest magnitude 3e-39`."""
-    if "count" not in operand:
-        bounds = f" in [{operand['min']}, {operand['max']}]" if "min" in operand else ""
-        return f"{operand['name']}: {operand['dtype']} {operand['shape']}{bounds}"
-    count = operand["count"]
-    special = [
-        f"{operand[key]} {word}"
-        for key, word in (("zeros", "zero"), ("negatives", "negative"), ("nan", "NaN"), ("inf", "+inf"), ("neg_inf", "-inf"))
-        if operand[key]
-    ]
-    text = f"{operand['name']}: {', '.join([*special, ''])[:-2] + ' of ' if special else ''}{count} values"
-    if "min" in operand:
-        text += f" in [{operand['min']:.4g}, {operand['max']:.4g}]"
-    smallest = operand.get("smallest", math.inf)
-    return text + (f", smallest magnitude {smallest:.3g}" if smallest < 1e-6 else "")
