@@ -109,10 +109,19 @@ class Incident:
         ]
         if self.path:
             lines.append(f"  kept       {self.path}: its batch and random state")
+        if self.was_investigated:
+            from .incident_report import answers
+
+            lines += answers(self)
         return "\n".join(lines)
+
+    @property
+    def was_investigated(self) -> bool:
+        return self.origin.phase != "unknown" or bool(self.remedies or self.fix)
 
 
 CONSEQUENCE = {
+    "none": "nothing: the step was only examined",
     "commit": "step repaired and committed",
     "skip": "step refused: weights, optimizer, buffers and schedule are as before it; training goes on",
     "rollback": "training state rolled back",

@@ -17,12 +17,12 @@
     path.py           from the origin to the loss, by module
     investigation.py  all of it, in order
     scan.py           a whole data set
-    report.py         report.md
 """
 
 from __future__ import annotations
 
 from .investigation import Diagnosis, diagnose, investigate
+from .scan import BadBatch, find_bad_batches
 from .step import Effort, Step
 
-__all__ = ["Diagnosis", "Effort", "Step", "diagnose", "investigate"]
+__all__ = ["BadBatch", "Diagnosis", "Effort", "Step", "diagnose", "find_bad_batches", "investigate"]

@@ -7,11 +7,10 @@ Labels are a closed list; when no rule fits, the answer is `unknown` with the re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 from ..incident import Cause
+from ..incident_report import describe_operand
 from .finding import Finding, has_masked_zeros
 from .frames import user_place
 from .raised import explain_error
@@ -73,7 +72,7 @@ def corrupt_parameter(f: Finding) -> str | None:
 def bad_input_data(f: Finding) -> str | None:
     if f.phase == "data":
         return f"{f.owner} already holds non-finite values when the step begins"
-    if f.event is not None and f.event.op.startswith("lift") and f.event.literal == NAN:
+    if f.phase == "forward" and f.event is not None and f.event.op.startswith("lift") and f.event.literal == NAN:
         return "a tensor made from Python or NumPy values already holds NaN"
     return None
 
@@ -172,7 +171,8 @@ def fp16_underflow(f: Finding) -> str | None:
     if not f.is_low_precision or f.finite_in_fp32 is False or f.event is None or f.facts is None:
         return None
     overflows = f.facts.kind_in_fp64 == FINITE and f.facts.peak_in_fp64 > 6e4
-    if f.event.op.removesuffix("_backward") in NORMS and not overflows:
+    small_input = all(abs(f.facts.inputs[0].get(bound, 0.0)) < 1e4 for bound in ("min", "max"))
+    if f.event.op.removesuffix("_backward") in NORMS and small_input:
         return f"{f.name}: its eps rounds to 0 in half precision where the variance is 0. {_operands(f)}"
     if f.finite_in_fp32 and (_denominator_zeros(f) or _is_log(f)) and not overflows:
         return f"{f.name} got a zero that is no zero in single precision: {_operands(f)}"
@@ -318,21 +318,3 @@ def _operands(f: Finding) -> str:
     if f.facts is None or not f.facts.inputs:
         return "its operands were not measured"
     return "; ".join(describe_operand(operand) for operand in f.facts.inputs[:4])
-
-
-def describe_operand(operand: dict[str, Any]) -> str:
-    """For a sentence: `self: 12 zeros, 3 negative of 4096 values in [-1, 2], smallest magnitude 3e-39`."""
-    if "count" not in operand:
-        bounds = f" in [{operand['min']}, {operand['max']}]" if "min" in operand else ""
-        return f"{operand['name']}: {operand['dtype']} {operand['shape']}{bounds}"
-    count = operand["count"]
-    special = [
-        f"{operand[key]} {word}"
-        for key, word in (("zeros", "zero"), ("negatives", "negative"), ("nan", "NaN"), ("inf", "+inf"), ("neg_inf", "-inf"))
-        if operand[key]
-    ]
-    text = f"{operand['name']}: {', '.join([*special, ''])[:-2] + ' of ' if special else ''}{count} values"
-    if "min" in operand:
-        text += f" in [{operand['min']:.4g}, {operand['max']:.4g}]"
-    smallest = operand.get("smallest", math.inf)
-    return text + (f", smallest magnitude {smallest:.3g}" if smallest < 1e-6 else "")

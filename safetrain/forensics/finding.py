@@ -9,7 +9,7 @@ from torch import nn
 
 from ..incident import Origin
 from .facts import Facts
-from .frames import Frame, Place, innermost_module, inside_engine, is_user, user_place
+from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, user_place
 from .provenance import Blame, Provenance, primary
 from .replay import Replayer, Trace
 from .tracer import Event, Region
@@ -172,11 +172,15 @@ def _judge_hidden(finding: Finding, crossing: Event) -> None:
 
 def has_masked_zeros(finding: Finding, event: Event | None) -> bool:
     """Is the incoming gradient zero wherever this op's result is bad, because a mask upstream made it so?"""
-    if event is None or event.facts is None or event.phase != "backward":
+    if event is None or event.phase != "backward":
         return False
+    # A derivative is several ops, and the first of them that goes bad need not be the one that reads the gradient.
+    siblings = [other for other in finding.trace.tracer.events if other.node_number == event.node_number]
     return any(
-        at.zeros == at.count and finding.provenance.is_masked_upstream(event, argument)
-        for argument, at in event.facts.at_bad.items()
+        at.zeros == at.count and finding.provenance.is_masked_upstream(sibling, argument)
+        for sibling in (event, *siblings)
+        if sibling.facts is not None and sibling.phase == "backward"
+        for argument, at in sibling.facts.at_bad.items()
     )
 
 
@@ -188,13 +192,32 @@ def _is_leak(blame: Blame, crossing: Event | None) -> bool:
     return not any(frame.module is not None for event in after for frame in event.frames)
 
 
+# Ops that carry an intended -inf along, or keep it among others where it means "impossible".
+_NEUTRAL = {"_log_softmax", "_softmax", "logsumexp", "logaddexp", "maximum", "minimum", "add", "add_", "sub", "mul"} | {
+    "masked_fill",
+    "masked_fill_",
+    "where",
+    "copy_",
+    "fill_",
+    "fill",
+    "_to_copy",
+    "clone",
+    "cat",
+    "stack",
+    "index_put",
+    "index_put_",
+    "slice_scatter",
+    "select_scatter",
+    "constant_pad_nd",
+}
+
+
 def _blame_use_of_intended(finding: Finding) -> None:
     """The path's last typed Inf is as the user wants it; the op after it let it out."""
     path = finding.blame.path[::-1]
     last = max((i for i, event in enumerate(path) if event.literal), default=-1)
     after = path[last + 1 :] or path[-1:]
-    neutral = {"_log_softmax", "_softmax", "add", "masked_fill", "copy_", "_to_copy", "clone", "mul", "sub"}
-    chosen = next((event for event in after if event.op not in neutral), after[-1] if after else None)
+    chosen = next((event for event in after if event.op not in _NEUTRAL), after[-1] if after else None)
     finding.event, finding.reached_by_intent = chosen, True
     if chosen is not None and chosen.phase == "backward":
         finding.phase = "backward"
@@ -231,6 +254,7 @@ def describe(finding: Finding, replayer: Replayer) -> None:
     if event.is_custom_backward and not event.reads and event.node:
         # A value made from nothing (uninitialised memory, a constant): the function is wrong, not a line of arithmetic.
         finding.name = event.node.removesuffix("Backward")
+        frames = outside_function(frames)
     finding.place = user_place(frames) or (user_place(shown.frames) if shown else None)
     inner = innermost_module(frames, replayer.module_names)
     if inner is None and shown is not None:

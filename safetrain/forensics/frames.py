@@ -18,6 +18,7 @@ from .torch_private import ENGINE_CALL, MODULE_CALL
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _BUNDLED = _PACKAGE + "bundled/"
+_FUNCTION = _TORCH + "autograd/function.py"
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 # Libraries whose lines say nothing about the model: they pass calls on, or run the loop.
 _PLUMBING = ("/contextlib.py", "/threading.py", "/functools.py", "/accelerate/", "/einops/", "/opt_einsum/", "/pytest/")
@@ -77,6 +78,14 @@ def inside_engine(frames: Sequence[Frame]) -> Sequence[Frame]:
 def is_recomputation(frames: Iterable[Frame]) -> bool:
     """Is this a forward pass repeated in backward by gradient checkpointing?"""
     return any(frame.code.co_filename == _CHECKPOINT for frame in frames)
+
+
+def outside_function(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Without the inside of a custom `autograd.Function`: from the line that applies it."""
+    for index, frame in enumerate(frames):
+        if frame.code.co_name == "apply" and frame.code.co_filename == _FUNCTION:
+            return frames[index + 1 :]
+    return frames
 
 
 def user_place(frames: Iterable[Frame]) -> Place | None:

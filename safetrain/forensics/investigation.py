@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -92,7 +93,9 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
     try:
         if absent := missing():
             raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
-        with Replayer(step) as replayer:
+        # What the step warns of, it has warned of when it ran for the first time.
+        with warnings.catch_warnings(), Replayer(step) as replayer:
+            warnings.simplefilter("ignore")
             diagnosis = _diagnose(replayer, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]

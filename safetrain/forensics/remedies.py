@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..incident import Remedy
 from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate
-from .replay import Replayer, Result, named_fields
+from .replay import Replayer, Result
 from .samples import Samples
 from .schemas import tensors_in
 from .substitutes import SUBSTITUTES, SafeVariant
@@ -104,7 +104,11 @@ def repair_state(trials: Trials) -> Iterator[Remedy]:
     """Parameters and buffers that were bad before the step, with finite values in the bad places."""
     if trials.finding.phase == "params" and trials.finding.owner is not None:
         detail = f"with the non-finite values of {trials.finding.owner} replaced by the mean of its finite ones"
-        yield trials.replay("repair_state", detail, _repaired(trials.models))
+        remedy = trials.replay("repair_state", detail, _repaired(trials.models))
+        yield remedy
+        if not remedy.finite:
+            detail = f"with all of {trials.finding.owner} set to 1"
+            yield trials.replay("repair_state", detail, _repaired(trials.models, whole=True))
 
 
 def safe_op(trials: Trials) -> Iterator[Remedy]:
@@ -248,7 +252,7 @@ def cast_bad_to_zero(batch: Any) -> Any:
 
 
 @contextmanager
-def _repaired(models: list[nn.Module]) -> Iterator[None]:
+def _repaired(models: list[nn.Module], whole: bool = False) -> Iterator[None]:
     tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
     saved = []
     for tensor in tensors:
@@ -256,8 +260,9 @@ def _repaired(models: list[nn.Module]) -> Iterator[None]:
         if values is not None and not bool(torch.isfinite(values).all()):
             saved.append((tensor, tensor.detach().clone()))
             finite = values[torch.isfinite(values)]
-            fill = float(finite.float().mean()) if finite.numel() else 0.0
-            tensor.data.copy_(torch.where(torch.isfinite(tensor.data), tensor.data, torch.full_like(tensor.data, fill)))
+            fill = float(finite.float().mean()) if finite.numel() else 1.0
+            repaired = torch.where(torch.isfinite(tensor.data), tensor.data, torch.full_like(tensor.data, fill))
+            tensor.data.copy_(torch.ones_like(repaired) if whole else repaired)
     try:
         yield
     finally:
@@ -283,6 +288,3 @@ def _zeroed(result: Any) -> Any:
         if tensor.is_floating_point() and tensor.layout is torch.strided:
             tensor.copy_(torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor)))
     return result
-
-
-__all__ = ["REMEDIES", "Trials", "in_fp32", "named_fields", "try_all", "uses_low_precision"]

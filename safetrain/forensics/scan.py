@@ -1,0 +1,58 @@
+"""Looks through a whole data set for batches that make a step bad, without training and without disturbing the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..incident import Incident
+from ..rng import undisturbed_rng
+from .investigation import investigate
+from .replay import Replayer
+from .step import Effort, Step
+
+
+class BadBatch(NamedTuple):
+    index: int
+    """Position in the data, from 0."""
+    incident: Incident
+
+
+def find_bad_batches(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    data: Iterable[Any] | Dataset[Any],
+    precision: str = "fp32",
+    limit: int | None = None,
+    effort: Effort | None = None,
+) -> list[BadBatch]:
+    """Every batch whose loss or gradients are non-finite with the model as it is, explained; at most `limit` of them.
+
+    A map-style data set is gone through sample by sample. A healthy batch costs one plain step, and nothing is updated.
+    """
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=1)
+    found: list[BadBatch] = []
+    with undisturbed_rng():
+        for index, batch in enumerate(data):
+            if _is_healthy(Step(model, loss_fn, [batch], precision=precision)):
+                continue
+            incident = investigate(model, loss_fn, batch, precision=precision, effort=effort)
+            if incident is None:
+                continue  # it did not happen again
+            incident.step = index
+            found.append(BadBatch(index, incident))
+            if limit is not None and len(found) >= limit:
+                break
+    return found
+
+
+def _is_healthy(step: Step) -> bool:
+    with Replayer(step) as replayer:
+        result = replayer.plain()
+        buffers = all(bool(torch.isfinite(b).all()) for b in replayer.model.buffers() if b.is_floating_point())
+    return result.finite and buffers

@@ -1,0 +1,225 @@
+"""Steps that contain NaN or Inf and are healthy: intended, absorbed or never used. None may be reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forensics.cases import Tiny
+from torch import nn
+
+from safetrain.forensics import investigate
+
+controls: list[Callable[[], tuple[Any, ...]]] = []
+
+
+def control(build: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+    controls.append(build)
+    return build
+
+
+@control
+def causal_mask_of_minus_inf():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+
+        def forward(self, x):
+            return (self.q(x) @ x.transpose(1, 2) + self.mask).softmax(-1) @ x
+
+    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(2, 5, 4)
+
+
+@control
+def scaled_dot_product_attention_with_a_dead_row():
+    def loss_fn(model, batch):
+        q = model(batch)
+        mask = torch.zeros(3, 3, dtype=torch.bool)
+        mask[0] = True
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).mean()
+
+    return Tiny(4, 4), loss_fn, torch.randn(2, 3, 4)
+
+
+@control
+def nan_output_that_is_not_used():
+    def loss_fn(model, batch):
+        out = model(batch)
+        return {"loss": out.pow(2).mean(), "ratio": out / (out - out)}
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def detached_metric_is_nan():
+    def loss_fn(model, batch):
+        out = model(batch)
+        with torch.no_grad():
+            correlation = (out - out).mean() / (out - out).std()
+        return {"loss": out.pow(2).mean(), "correlation": correlation}
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def nan_to_num_of_data_that_has_no_gradient():
+    x = torch.randn(4, 4)
+    x[1] = math.nan
+    return Tiny(), lambda m, b: m(torch.nan_to_num(b)).pow(2).mean(), x
+
+
+@control
+def missing_targets_selected_away_first():
+    y = torch.tensor([0.1, math.nan, 0.3])
+
+    def loss_fn(model, batch):
+        x, y = batch
+        ok = ~y.isnan()
+        return F.mse_loss(model(x)[ok, 0], y[ok])
+
+    return Tiny(), loss_fn, (torch.randn(3, 4), y)
+
+
+@control
+def relu_absorbs_the_infinite_derivative():
+    model = Tiny()
+    with torch.no_grad():
+        model.body.weight.fill_(1.0)
+        model.body.bias.fill_(-100.0)
+    return model, lambda m, b: F.relu(m(b)).sum(1).pow(0.5).mean() + m(b).mean(), torch.rand(3, 4)
+
+
+@control
+def min_of_distances_starts_at_inf():
+    def loss_fn(model, batch):
+        best = torch.full((3,), math.inf)
+        for centre in model(batch).unbind(0):
+            best = torch.minimum(best, (centre - batch[:, :3]).pow(2).sum(1))
+        return best.mean()
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def observer_buffers_start_infinite():
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("low", torch.tensor(math.inf))
+            self.register_buffer("unused", torch.tensor(math.nan))
+
+        def forward(self, x):
+            out = self.body(x)
+            with torch.no_grad():
+                self.low.copy_(torch.minimum(self.low, out.min()))
+            return out
+
+    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
+
+
+@control
+def metric_buffer_turns_infinite():
+    class Meter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+
+        @torch.no_grad()
+        def forward(self, value):
+            self.total.add_(value)
+
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.meter = Meter()
+
+    def loss_fn(model, batch):
+        loss = model(batch).pow(2).mean()
+        model.meter(torch.exp(loss.detach() + 1000))
+        return loss
+
+    return Net(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def sentinel_that_is_overwritten():
+    def loss_fn(model, batch):
+        out = torch.full((3, 3), math.nan)
+        out[:] = model(batch)
+        return out.pow(2).mean()
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def optimizer_that_skips_bad_gradients():
+    class Careful(torch.optim.SGD):
+        num_skipped = 0
+
+        def step(self, closure=None):
+            if any(not p.grad.isfinite().all() for p in self.param_groups[0]["params"]):
+                self.num_skipped += 1
+                return None
+            return super().step(closure)
+
+    model = Tiny().half()
+    return model, lambda m, b: m(b).float().mean() * 1e9, torch.randn(3, 4).half(), Careful(model.parameters(), lr=0.1)
+
+
+@control
+def bce_at_saturation_with_the_built_in_loss():
+    def loss_fn(model, batch):
+        return F.binary_cross_entropy(torch.sigmoid(1e4 * model(batch)[:, 0]), torch.tensor([0.0, 1.0, 0.0]))
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@control
+def cosine_similarity_of_zero_vectors():
+    return Tiny(), lambda m, b: F.cosine_similarity(m(b), torch.zeros(3, 3)).mean(), torch.randn(3, 4)
+
+
+@control
+def norm_at_zero():
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    return model, lambda m, b: m(b).norm(dim=1).mean(), torch.zeros(3, 4)
+
+
+@control
+def huge_but_finite():
+    return Tiny(), lambda m, b: 1e15 * m(b).pow(2).mean(), torch.randn(3, 4)
+
+
+@control
+def embedding_row_of_nan_that_is_not_looked_up():
+    table = nn.Embedding(4, 3)
+    with torch.no_grad():
+        table.weight[2] = math.nan
+    return table, lambda m, b: m(b).pow(2).mean(), torch.tensor([0, 1, 3])
+
+
+@control
+def empty_memory_that_is_filled():
+    def loss_fn(model, batch):
+        out = torch.empty(3, 3)
+        torch.add(model(batch).detach(), 1.0, out=out)
+        return (model(batch) * out).mean()
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@pytest.mark.parametrize("build", controls, ids=lambda build: build.__name__)
+def test_control(build: Callable[[], tuple[Any, ...]]) -> None:
+    model, loss_fn, batch, *rest = build()
+    optimizer = rest[0] if rest else torch.optim.Adam(model.parameters(), lr=1e-3)
+    incident = investigate(model, loss_fn, batch, optimizer=optimizer)
+    assert incident is None, incident.render()
+    if not rest:
+        assert investigate(model, loss_fn, batch) is None

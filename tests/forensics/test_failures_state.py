@@ -1,0 +1,174 @@
+"""Failures of what lasts: data, parameters, buffers, and the optimizer's update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forensics.cases import Case, Cases, Tiny, check
+from torch import nn
+
+cases = Cases()
+
+
+@cases.add("data", "data input", "bad_input_data", module="<data>", samples=[2], line=False)
+def infinite_feature_in_a_nested_batch():
+    x = torch.randn(4, 4)
+    x[2, 0] = math.inf
+    return Tiny(), lambda m, b: m(b["inputs"]["x"]).pow(2).mean(), {"inputs": {"x": x}, "names": ["a", "b", "c", "d"]}
+
+
+@cases.add("data", "data input", "bad_input_data", module="<data>", samples=[0, 3], line=False)
+def nan_in_a_dataclass_batch():
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    x = torch.randn(6, 4)
+    x[0, 1] = x[3, 2] = math.nan
+    return Tiny(), lambda m, b: F.mse_loss(m(b.x), b.y), Batch(x, torch.randn(6, 3))
+
+
+@cases.add("data", "data input", "bad_input_data", module="<data>", samples=[1], line=False)
+def log_spectrogram_with_silence():
+    x = torch.randn(4, 4)
+    x[1, 2] = -math.inf
+    return Tiny(), lambda m, b: m(b).pow(2).mean(), x
+
+
+@cases.add("params", "parameter weight", "corrupt_parameter", module="body", line=False)
+def weight_that_was_never_initialised():
+    model = Tiny()
+    with torch.no_grad():
+        model.body.weight[1, 2] = math.nan
+    return model, lambda m, b: m(b).mean(), torch.randn(3, 4)
+
+
+@cases.add("params", "buffer scale", "corrupt_parameter", module="", line=False)
+def infinite_scale_buffer():
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor([1.0, math.inf, 1.0]))
+
+        def forward(self, x):
+            return self.body(x) * self.scale
+
+    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+
+
+@cases.add("params", "parameter weight", "corrupt_parameter", module="table", samples=[], line=False)
+def embedding_row_of_nan():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+            with torch.no_grad():
+                self.table.weight[3] = math.nan
+
+        def forward(self, ids):
+            return self.head(self.table(ids))
+
+    return Net(), lambda m, b: m(b).mean(), torch.tensor([0, 3, 1])
+
+
+@cases.add("optimizer", "step addcdiv addcdiv_ div", "fp16_underflow", module="body", line=False)
+def adam_eps_in_half():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Scaled().half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_fn(m, b):
+        return (m(b).float() * 1e-6).mean()
+
+    return model, loss_fn, torch.randn(3, 4).half(), optimizer
+
+
+@cases.add("optimizer", "step add_ add mul_ addcdiv_", "optimizer_numerics", module="body", line=False)
+def schedule_that_gives_nan():
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = math.nan
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), optimizer
+
+
+@cases.add("optimizer", "sqrt sqrt_ div", "optimizer_numerics", module="body")
+def negative_variance_in_a_custom_optimizer():
+    class Centred(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                g = p.grad
+                variance = g * g - (1.0001 * g) ** 2
+                p.sub_(0.1 * g / variance.sqrt())  # here
+
+    model = Tiny()
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), Centred(model.parameters())
+
+
+@cases.add("forward", "div", "division_by_zero", module="codebook")
+def ema_codebook_with_a_dead_code():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.tensor([[0.0, 0.0], [1e3, 1e3]]))
+
+        def forward(self, z):
+            nearest = torch.cdist(z, self.codes).argmin(1)
+            chosen = self.codes[nearest]
+            with torch.no_grad():
+                one_hot = F.one_hot(nearest, 2).float()
+                self.codes.copy_(one_hot.T @ z / one_hot.sum(0)[:, None])  # here
+            return z + (chosen - z).detach(), (z - chosen).pow(2).mean()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc, self.codebook = nn.Linear(4, 2), Codebook()
+
+        def forward(self, x):
+            return self.codebook(self.enc(x))
+
+    def loss_fn(model, batch):
+        z, commit = model(batch)
+        return z.pow(2).mean() + commit
+
+    return Net(), loss_fn, torch.randn(3, 4)
+
+
+@cases.add("forward", "conv2d convolution linear addmm mul", "fp16_overflow", module="scale", precision="fp16")
+def overflow_that_only_batch_norm_statistics_keep():
+    class Scale(nn.Module):
+        def forward(self, x):
+            return x * torch.tensor(60000.0, dtype=torch.float16) * 4  # here
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.scale, self.bn = nn.Linear(4, 4), Scale(), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            h = self.lin(x)
+            self.bn(self.scale(h))
+            return h
+
+    return Net(), lambda m, b: m(b).float().pow(2).mean(), torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("case", [c for c in cases if c.id != "overflow_that_only_batch_norm_statistics_keep"], ids=lambda case: case.id)
+def test_state(case: Case) -> None:
+    check(case)
