@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import load_config
     from .errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         Interrupted,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "config": ("load_config",),
     "errors": (
+        "CheckpointError",
         "ConfigError",
         "DataError",
         "Interrupted",
@@ -54,6 +56,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Action",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DeviceStep",
