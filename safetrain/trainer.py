@@ -54,7 +54,12 @@ class SafeTrainer(TrainerParts):
     @property
     def step(self) -> int:
         """Index of the step being attempted."""
-        return self.run.step + (self._deferred.num_pending if self._deferred else 0)
+        return self.run.step + self._num_pending
+
+    @property
+    def _num_pending(self) -> int:
+        """Steps done on the device whose numbers have not reached the host."""
+        return self._deferred.num_pending if self._deferred else 0
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -264,8 +269,7 @@ class SafeTrainer(TrainerParts):
     def _finished(self) -> bool:
         loop = self.config.loop
         if loop.max_steps is not None:
-            pending = self._deferred.num_pending if self._deferred else 0
-            if self.run.result.steps + pending >= loop.max_steps:
+            if self.run.result.steps + self._num_pending >= loop.max_steps:
                 self._settle()
             if self.run.result.steps >= loop.max_steps:
                 return True
@@ -284,12 +288,14 @@ class SafeTrainer(TrainerParts):
             self._deferred.settle()
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
+        if self._eval_stream is None:
+            return
         every, done = self.config.loop.eval_every, self.run.result
-        if self._eval_stream is None or done.steps == self._evaluated_at:
+        if every is not None and (done.steps + self._num_pending) // every > self._evaluated_at // every:
+            self._settle()  # some of the pending steps may turn out to have been refused
+        due = epoch_ended if every is None else done.steps // every > self._evaluated_at // every
+        if not (due or run_ended) or done.steps == self._evaluated_at:
             return
-        if not (run_ended or (epoch_ended if every is None else done.steps > 0 and done.steps % every == 0)):
-            return
-        self._settle()
         self._evaluated_at = done.steps
         with self.ema.swapped_in() if self.ema is not None else ExitStack():
             metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)

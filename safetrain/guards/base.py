@@ -45,7 +45,11 @@ class Guard:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if not dataclasses.is_dataclass(cls.Config):
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")
-        REGISTRY[cls.name] = cls
+        known = REGISTRY.get(cls.name)
+        if known is None or not known.__module__.startswith(f"{__package__}."):
+            REGISTRY[cls.name] = (
+                cls  # a guard of the user's with the name of ours is used by `_target_`, and hides nothing
+            )
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         """Give the options as keywords, or a ready `Config`."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
-from ..files import plain
 from ..incident import Incident
 from ..result import FitResult
 from .sink import Sink, StepRecord
@@ -72,4 +71,7 @@ class Console(Sink):
         self._say(f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {result.seconds:.1f} s", style)
         if result.incidents:
             steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
-            self._say(f"incidents: {len(result.incidents)} (at step {steps}); see {plain(result.run_dir)}/incidents")
+            self._say(f"incidents: {len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents")
+        self._say("what to run next:")
+        self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
+        self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")

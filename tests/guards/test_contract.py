@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from safetrain import Action, StepView, Verdict
+from safetrain import Action, Guard, StepView, Verdict
 from safetrain.guards import DEFAULT, REGISTRY
 from safetrain.options import field_docs
 from safetrain.verdict import merge
@@ -32,6 +32,11 @@ def test_the_defaults_are_registered():
 def test_file_name_and_registry_key_and_class_name_agree(guard):
     module = importlib.import_module(f"safetrain.guards.{guard.name}")
     assert type(guard).__module__ == module.__name__
+
+
+def test_a_guard_of_the_same_name_from_elsewhere_does_not_take_the_place_of_ours(guard):
+    type(type(guard).__name__, (Guard,), {})
+    assert REGISTRY[guard.name] is type(guard)
 
 
 def test_every_option_is_documented(guard):

@@ -1,0 +1,191 @@
+"""What a run leaves behind: valid, complete, never overwritten, and NaN is never left out."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from small import make_batches, make_model, mse
+
+from safetrain import Interrupted, RunDirectoryError, SafeTrainer, TrainingStopped, load_config
+
+
+def strict(text):
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def train(tmp_path):
+    def make(cls=SafeTrainer, *, data=None, run_dir=None, loss_fn=mse, **config):
+        config = {"logging": {"console": "off", "tensorboard": False}, **config}
+        data = make_batches(8, bad=(3,)) if data is None else data
+        return cls(make_model(), loss_fn=loss_fn, train_data=data, config=config, run_dir=run_dir or tmp_path / "run")
+
+    return make
+
+
+def test_the_journal_has_one_valid_line_per_decision(train):
+    result = train().fit()
+    lines = [strict(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["start", *["step"] * 4, "incident", *["step"] * 4, "end"]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == list(range(8))
+    assert [line["action"] for line in steps] == ["commit"] * 3 + ["skip"] + ["commit"] * 4
+    assert (steps[3]["loss"], steps[3]["grad_norm"]) == ("nan", "nan")
+    assert [line["loss"] for line in steps if line["action"] == "commit"] == [v for v in result.losses if v == v]
+
+
+def test_the_journal_is_flushed_line_by_line(train):
+    class Reading(SafeTrainer):
+        def on_commit(self, view):
+            last = (self.run.dir / "journal.jsonl").read_text().splitlines()[-1]
+            assert strict(last)["step"] == view.step
+
+    assert train(Reading).fit().steps == 7
+
+
+def test_summary_and_config_tell_what_ran(train):
+    result = train(seed=3, loop={"max_steps": 5}).fit()
+    summary = strict((result.run_dir / "summary.json").read_text())
+    assert summary == strict(json.dumps(summary))
+    assert (summary["status"], summary["steps"], summary["skipped"], summary["healthy"]) == ("done", 5, 1, False)
+    assert summary["incidents"][0]["trigger"] == {"guard": "finite", "signal": "loss", "value": "nan"}
+    config = load_config(result.run_dir / "config.yaml")
+    assert (config.seed, config.loop.max_steps) == (3, 5)
+
+
+def test_result_counts_and_keeps_nan(train):
+    result = train().fit()
+    assert (result.steps, result.attempted, result.skipped, result.rollbacks) == (7, 8, 1, 0)
+    assert [math.isnan(loss) for loss in result.losses] == [i == 3 for i in range(8)]
+    assert result.final_loss == result.losses[-1]
+    assert result.summary()["steps"] == 7
+    assert not result.healthy
+
+
+def test_a_stopped_run_has_its_incident_and_its_result(train):
+    trainer = train(recovery={"max_refusals": 0})
+    with pytest.raises(TrainingStopped) as stopped:
+        trainer.fit()
+    assert stopped.value.incident.step == 3
+    assert stopped.value.incident is stopped.value.result.incidents[-1]
+    assert stopped.value.result.steps == 3
+    summary = strict((trainer.run.dir / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+
+
+def test_an_incident_is_written_with_the_fields_of_its_schema(train):
+    result = train().fit()
+    (incident,) = result.incidents
+    written = strict((result.run_dir / "incidents" / "step-000003" / "incident.json").read_text())
+    assert written == strict(json.dumps(incident.to_dict()))
+    assert {
+        "schema",
+        "id",
+        "step",
+        "rank",
+        "time",
+        "trigger",
+        "decision",
+        "origin",
+        "cause",
+        "samples",
+    } <= written.keys()
+    assert {"propagation", "remedies", "fix", "replay"} <= written.keys()
+    text = incident.render()
+    assert all(word in text for word in ("step 3", "finite", "loss = nan"))
+
+
+def test_only_so_many_incidents_are_kept_whole(train):
+    result = train(data=make_batches(8, bad=(1, 3, 5)), forensics={"max_incidents": 2}).fit()
+    assert len(result.incidents) == 3
+    assert sorted(p.name for p in (result.run_dir / "incidents").iterdir()) == ["step-000001", "step-000003"]
+
+
+def test_a_run_directory_is_never_overwritten(train):
+    train().fit()
+    trainer = train()
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        trainer.fit()
+
+
+def test_without_a_directory_each_run_gets_its_own(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {"name": "a/b c", "logging": {"console": "off", "tensorboard": False}}
+    dirs = {
+        SafeTrainer(make_model(), loss_fn=mse, train_data=make_batches(1), config=config).fit().run_dir
+        for _ in range(3)
+    }
+    assert len(dirs) == 3
+    assert all(path.parent == Path("runs") and path.name.startswith("a_b_c-") for path in dirs)
+
+
+def test_a_directory_that_cannot_be_made_says_so(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="To fix"):
+        train(run_dir=tmp_path / "file" / "run").fit()
+
+
+def test_tensorboard_shows_nan_as_it_is(train):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = train(logging={"console": "off", "tensorboard": True}, loop={"log_every": 1}).fit()
+    events = accumulator.EventAccumulator(str(result.run_dir), size_guidance={"scalars": 0}).Reload()
+    losses = {event.step: event.value for event in events.Scalars("loss/train")}
+    assert sorted(losses) == list(range(8))
+    assert [math.isnan(losses[step]) for step in range(8)] == [step == 3 for step in range(8)]
+    assert events.Scalars("health/skipped")[-1].value == 1
+
+
+def test_plain_lines_without_control_codes_when_nobody_watches(train, capsys):
+    result = train(logging={"console": "auto", "tensorboard": False}, loop={"log_every": 1}).fit()
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "INCIDENT at step 3" in out
+    assert "step refused" in out
+    assert "loss nan" in out
+    assert "7 steps committed, 1 skipped" in out
+    assert f"tensorboard --logdir {result.run_dir}" in out
+
+
+def test_json_lines_on_request(train, capsys):
+    train(logging={"console": "json", "tensorboard": False}).fit()
+    events = [strict(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert (events[0], events[-1], events.count("step")) == ("start", "end", 8)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_finish(train, signum):
+    class Interrupting(SafeTrainer):
+        def training_step(self, model, batch):
+            if self.step == 2:
+                os.kill(os.getpid(), signum)
+            return super().training_step(model, batch)
+
+    trainer = train(Interrupting)
+    before = signal.getsignal(signum)
+    with pytest.raises(Interrupted) as interrupted:
+        trainer.fit()
+    assert interrupted.value.signum == signum
+    assert interrupted.value.result.steps == 3
+    assert signal.getsignal(signum) is before
+    assert strict((trainer.run.dir / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_final_weights_load_without_safetrain(train):
+    from safetensors.torch import load_model
+
+    trainer = train(loop={"ema": 0.9})
+    trainer.fit()
+    twin = make_model()
+    load_model(twin, trainer.run.dir / "checkpoints" / "final.safetensors")
+    assert all(
+        torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trainer.model.state_dict().values(), strict=True)
+    )
+    load_model(twin, trainer.run.dir / "checkpoints" / "final_ema.safetensors")
+    assert torch.equal(twin[0].weight, trainer.ema.weights["0.weight"])

@@ -1,0 +1,218 @@
+"""What can be trained on, and a clear word about what cannot."""
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from small import make_batches, mse
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from safetrain import DataError, LossError, SafeTrainer
+
+INPUTS, TARGETS = torch.arange(60.0).reshape(10, 6) / 60, torch.zeros(10, 1)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(INPUTS, TARGETS, strict=True))
+
+
+class Reusable:
+    """Neither a list nor a Dataset: just something that can be iterated over again."""
+
+    def __iter__(self):
+        return iter(make_batches(2))
+
+
+def generate():
+    yield from make_batches(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "steps_per_epoch"),
+    [
+        (DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4), 3),
+        (TensorDataset(INPUTS, TARGETS), 3),
+        (Stream(), 3),
+        (make_batches(2), 2),
+        (Reusable(), 2),
+        (generate, 2),
+    ],
+    ids=["loader", "dataset", "iterable dataset", "list", "re-iterable", "generator function"],
+)
+def test_every_kind_of_data_is_walked_epoch_after_epoch(make_trainer, data, steps_per_epoch):
+    config = {"loop": {"max_epochs": 3}, "data": {"batch_size": 4}}
+    result = make_trainer(train_data=data, config=config).fit()
+    assert (result.steps, result.epochs) == (3 * steps_per_epoch, 3)
+
+
+def test_without_a_length_a_run_is_one_epoch(make_trainer):
+    assert make_trainer(train_data=make_batches(7)).fit().steps == 7
+
+
+def test_steps_and_epochs_whichever_comes_first(make_trainer):
+    for loop, expected in (({"max_steps": 3, "max_epochs": 2}, 3), ({"max_steps": 30, "max_epochs": 2}, 8)):
+        assert make_trainer(train_data=make_batches(4), config={"loop": loop}).fit().steps == expected
+
+
+class Indices(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+def visited(make_trainer, tmp_path, seed=3, shuffle=True, epochs=2):
+    order = []
+
+    def loss_fn(model, batch):
+        order.extend(batch.flatten().tolist())
+        return model(batch).square().mean()
+
+    config = {"seed": seed, "data": {"batch_size": 4, "shuffle": shuffle}, "loop": {"max_epochs": epochs}}
+    make_trainer(nn.Linear(1, 1), loss_fn=loss_fn, train_data=Indices(), config=config).fit()
+    return [order[i : i + 20] for i in range(0, len(order), 20)]
+
+
+def test_the_order_is_a_permutation_that_depends_on_seed_and_epoch_only(make_trainer, tmp_path):
+    first, second = visited(make_trainer, tmp_path)
+    torch.rand(7)
+    assert visited(make_trainer, tmp_path) == [first, second]
+    assert first != second
+    assert visited(make_trainer, tmp_path, seed=4)[0] != first
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert visited(make_trainer, tmp_path, shuffle=False, epochs=1) == [list(range(20))]
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+    source: str = "file"
+
+
+class Graph:
+    """Not a tensor, but it can be moved."""
+
+    def __init__(self, x, y, moved_to=None):
+        self.x, self.y, self.moved_to = x, y, moved_to
+
+    def to(self, device):
+        return Graph(self.x.to(device), self.y.to(device), device)
+
+
+X, Y = torch.randn(4, 6), torch.randn(4, 1)
+NESTS: list[tuple[Any, Any]] = [
+    ((X, Y), lambda b: (b[0], b[1])),
+    ([X, Y], lambda b: (b[0], b[1])),
+    ({"x": X, "more": {"y": [Y]}}, lambda b: (b["x"], b["more"]["y"][0])),
+    (Pair(X, Y), lambda b: (b.x, b.y)),
+    (Record(X, Y), lambda b: (b.x, b.y)),
+    (Graph(X, Y), lambda b: (b.x, b.y)),
+    ((X, Y, "name", None, 3), lambda b: (b[0], b[1])),
+]
+
+
+@pytest.mark.parametrize(("batch", "take"), NESTS, ids=lambda v: type(v).__name__)
+def test_batches_of_any_nesting(make_trainer, batch, take):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(batch)
+        x, y = take(batch)
+        return F.mse_loss(model(x), y)
+
+    result = make_trainer(nn.Linear(6, 1), loss_fn=loss_fn, train_data=[batch, batch]).fit()
+    assert result.healthy
+    assert all(type(each) is type(batch) for each in seen)
+    if isinstance(batch, Graph):
+        assert seen[0].moved_to == torch.device("cpu")
+    if isinstance(batch, Record):
+        assert seen[0].source == "file"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "the training data is empty"),
+        (DataLoader(TensorDataset(INPUTS[:3]), batch_size=4, drop_last=True), "drop_last"),
+        (TensorDataset(INPUTS[:0]), "the training data is empty"),
+        ([("a", "b")], "a batch contains no tensor"),
+        ([{"x": 1.0}], "a batch contains no tensor"),
+        (lambda: iter([]), "the training data is empty"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_an_error_that_says_what_to_do(make_trainer, data, message):
+    with pytest.raises(DataError, match=message) as error:
+        make_trainer(train_data=data).fit()
+    assert "To fix" in str(error.value)
+
+
+def test_a_one_shot_generator_is_used_once_and_then_said_to_be_one(make_trainer):
+    assert make_trainer(train_data=generate()).fit().steps == 2
+    trainer = make_trainer(train_data=generate(), config={"loop": {"max_steps": 5}})
+    with pytest.raises(DataError, match="one-shot iterator that ran out"):
+        trainer.fit()
+    assert trainer.run.result.steps == 2
+
+
+def test_a_dataset_without_length_says_what_to_define(make_trainer):
+    class NoLength(Dataset):
+        def __getitem__(self, index):
+            return INPUTS[index]
+
+    with pytest.raises(DataError, match="define __len__"):
+        make_trainer(train_data=NoLength())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: None, "returned NoneType, not a tensor"),
+        (lambda m, b: mse(m, b).item(), "not loss.item"),
+        (lambda m, b: m(b[0]), r"shape \(8, 1\); it must be a scalar"),
+        (lambda m, b: mse(m, b).detach(), "not connected to any trainable parameter"),
+        (lambda m, b: {"accuracy": mse(m, b)}, "a dict without 'loss'"),
+        (lambda m, b: torch.tensor(3), "torch.int64; it must be a floating-point"),
+    ],
+)
+def test_what_is_not_a_loss_is_an_error_that_says_what_to_return(make_trainer, loss, message):
+    with pytest.raises(LossError, match=message) as error:
+        make_trainer(loss_fn=loss, train_data=make_batches(1)).fit()
+    assert "To fix" in str(error.value)
+
+
+def test_a_loss_of_one_element_is_a_scalar(make_trainer):
+    result = make_trainer(loss_fn=lambda m, b: mse(m, b).reshape(1, 1), train_data=make_batches(2)).fit()
+    assert result.healthy
+
+
+def test_a_loss_of_torch_can_be_used_as_it_is(make_trainer):
+    assert make_trainer(loss_fn=nn.MSELoss(), train_data=make_batches(2)).fit().healthy
+    with pytest.raises(LossError, match=r"batches of \(inputs, targets\)"):
+        make_trainer(loss_fn=nn.MSELoss(), train_data=[{"x": INPUTS}]).fit()
+
+
+def test_an_exception_of_the_users_own_code_passes_through_unchanged(make_trainer):
+    def loss_fn(model, batch):
+        raise KeyError("mine")
+
+    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(1))
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit()
+    assert trainer.run.result.status == "error"
+
+
+def test_workers_are_let_go_when_the_run_ends(make_trainer):
+    config = {"data": {"batch_size": 4, "num_workers": 1}, "loop": {"max_steps": 2}}
+    trainer = make_trainer(None, SafeTrainer, train_data=TensorDataset(INPUTS, TARGETS), config=config)
+    trainer.fit()
+    assert torch.multiprocessing.active_children() == []

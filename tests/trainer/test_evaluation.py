@@ -1,0 +1,164 @@
+"""Evaluation leaves no trace in training; the average of the weights follows committed steps only."""
+
+import copy
+import math
+
+import pytest
+import torch
+from small import assert_same, make_batches, make_model, mse
+from torch import nn
+
+from safetrain import SafeTrainer, UsageError
+
+
+class FrozenNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = make_model()
+        self.body[1].eval()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_model_in_eval_mode_is_put_in_train_mode(make_trainer):
+    model = make_model().eval()
+    trainer = make_trainer(model, train_data=make_batches(2))
+    assert all(module.training for module in model.modules())
+    trainer.fit()
+    assert model[1].num_batches_tracked == 2
+
+
+def test_submodules_frozen_in_eval_stay_so_also_after_evaluation(make_trainer):
+    model = FrozenNorm()
+    modes = [module.training for module in model.modules()]
+    config = {"loop": {"eval_every": 2}}
+    make_trainer(model, train_data=make_batches(4), eval_data=make_batches(1), config=config).fit()
+    assert [module.training for module in model.modules()] == modes
+    assert model.body[1].num_batches_tracked == 0
+
+
+def test_evaluation_runs_in_eval_mode_without_gradients(make_trainer):
+    seen = []
+
+    class Watching(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            seen.append((any(m.training for m in model.modules()), torch.is_grad_enabled()))
+            return mse(model, batch)
+
+    make_trainer(None, Watching, train_data=make_batches(2), eval_data=make_batches(3)).fit()
+    assert seen == [(False, False)] * 3
+
+
+@pytest.mark.parametrize(
+    ("loop", "at"),
+    [
+        ({"max_epochs": 3}, [4, 8, 12]),
+        ({"max_epochs": 3, "eval_every": 5}, [5, 10, 12]),
+        ({"max_steps": 10, "eval_every": 5}, [5, 10]),
+        ({"max_steps": 6}, [4, 6]),
+    ],
+)
+def test_when_it_is_due(make_trainer, loop, at):
+    result = make_trainer(train_data=make_batches(4), eval_data=make_batches(1), config={"loop": loop}).fit()
+    assert [evaluation["step"] for evaluation in result.evaluations] == at
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_it_is_due_at_the_same_committed_steps_however_late_numbers_are_read(make_trainer, every):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {"loop": {"host_read_every": every, "eval_every": 5, "max_epochs": 1}}
+    data = make_batches(24, bad=(6, 7))
+    at = []
+
+    class Watching(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            at.append(self.run.result.steps)
+            return mse(model, batch)
+
+    make_trainer(model, Watching, optimizer=optimizer, train_data=data, eval_data=make_batches(1), config=config).fit()
+    assert at == [5, 10, 15, 20, 22]
+
+
+def test_metrics_are_means_over_samples_and_nan_is_never_left_out(make_trainer):
+    sizes = iter([1.0, 2.0, math.nan])
+
+    class Scripted(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            return {"loss": mse(model, batch), "size": float(len(batch[0])), "some": next(sizes)}
+
+    data = [*make_batches(1, size=2), *make_batches(1, size=6), *make_batches(1, size=2)]
+    (evaluation,) = make_trainer(None, Scripted, train_data=make_batches(1), eval_data=data).fit().evaluations
+    assert evaluation["size"] == pytest.approx((2 * 2 + 6 * 6 + 2 * 2) / 10)
+    assert math.isnan(evaluation["some"])
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2.0), ("max", 5.0)])
+def test_nan_is_the_worst_value_never_the_best(make_trainer, mode, best):
+    values = iter([math.nan, 4.0, 2.0, math.nan, 5.0])
+
+    class Scripted(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            return {"loss": mse(model, batch), "score": next(values)}
+
+    config = {"loop": {"eval_every": 1, "monitor": "score", "monitor_mode": mode}}
+    result = make_trainer(None, Scripted, train_data=make_batches(5), eval_data=make_batches(1), config=config).fit()
+    assert result.best["score"] == best
+    assert [math.isnan(e["score"]) for e in result.evaluations] == [True, False, False, True, False]
+
+
+def test_a_monitor_that_is_not_returned_says_which_are(make_trainer):
+    config = {"loop": {"monitor": "accuracy"}}
+    with pytest.raises(UsageError, match="it returned loss"):
+        make_trainer(train_data=make_batches(1), eval_data=make_batches(1), config=config).fit()
+
+
+def test_the_average_follows_committed_steps_and_holds_the_buffers(make_trainer):
+    model = make_model(dropout=0.0)
+    decay, expected = 0.8, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    class Following(SafeTrainer):
+        def on_commit(self, view):
+            for name, parameter in self.model.named_parameters():
+                expected[name].lerp_(parameter.detach(), 1 - decay)
+
+    trainer = make_trainer(model, Following, train_data=make_batches(12, bad=(3, 7)), config={"loop": {"ema": decay}})
+    trainer.fit()
+    state = trainer.ema.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert_same({name: state[name] for name in expected}, expected)
+    assert_same(state["1.running_mean"], model.state_dict()["1.running_mean"])
+
+
+def test_evaluation_uses_the_average_and_gives_the_weights_back(make_trainer):
+    model = make_model(dropout=0.0)
+    weights = []
+
+    class Watching(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            weights.append(copy.deepcopy(self.model.state_dict()))
+            return mse(model, batch)
+
+    trainer = make_trainer(
+        model, Watching, train_data=make_batches(6), eval_data=make_batches(1), config={"loop": {"ema": 0.5}}
+    )
+    trainer.fit()
+    assert_same(dict(weights[-1]), {name: trainer.ema.state_dict()[name] for name in weights[-1]})
+    assert not torch.equal(model[0].weight, weights[-1]["0.weight"])
+
+
+def test_a_scheduler_that_waits_for_a_plateau_is_given_the_metric(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.5)
+    config = {"loop": {"eval_every": 2}}
+    make_trainer(
+        model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train_data=make_batches(6),
+        eval_data=make_batches(1),
+        config=config,
+    ).fit()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)

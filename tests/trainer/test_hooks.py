@@ -1,0 +1,124 @@
+"""A subclass is wired as it reads, or it is an error when the class is made."""
+
+import pytest
+import torch
+from small import make_batches, make_model, mse
+from torch import nn
+
+from safetrain import Incident, SafeTrainer, StepView, UsageError
+
+
+class ByHooks(SafeTrainer):
+    """Everything comes from hooks; nothing is passed to the constructor but settings."""
+
+    def build_model(self):
+        return make_model()
+
+    def build_data(self):
+        return make_batches(6, bad=(2,)), make_batches(2)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def training_step(self, model, batch):
+        return {"loss": mse(model, batch), "batch_size": len(batch[0])}
+
+    def evaluation_step(self, model, batch):
+        return {"loss": mse(model, batch), "error": model(batch[0]).abs().mean()}
+
+    def on_commit(self, view):
+        self.seen = [*getattr(self, "seen", []), view]
+
+    def on_incident(self, incident):
+        self.seen = [*getattr(self, "seen", []), incident]
+
+
+def test_every_hook_is_called(tmp_path):
+    trainer = ByHooks(run_dir=tmp_path / "run", config={"logging": {"console": "off", "tensorboard": False}})
+    result = trainer.fit()
+    kinds = [type(each) for each in trainer.seen]
+    assert kinds == [StepView, StepView, Incident, StepView, StepView, StepView]
+    assert trainer.seen[0].metrics == {"batch_size": 8}
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**5
+    assert set(result.evaluations[-1]) == {"step", "loss", "error"}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("trainin_step", "training_step"),
+        ("training_steps", "training_step"),
+        ("build_optimiser", "build_optimizer"),
+        ("validation_step", "evaluation_step"),
+        ("configure_optimizers", "build_optimizer"),
+        ("on_commited", "on_commit"),
+    ],
+)
+def test_a_misspelt_hook_is_an_error_when_the_class_is_made(name, meant):
+    with pytest.raises(TypeError, match=rf"{name} would never be called: did you mean {meant}\?"):
+        type("Mine", (SafeTrainer,), {name: lambda self, *_: None})
+
+
+def test_an_unknown_event_is_an_error_that_lists_the_hooks():
+    with pytest.raises(TypeError, match="on_incident"):
+        type("Mine", (SafeTrainer,), {"on_epoch_end": lambda self: None})
+
+
+def test_a_hook_with_the_wrong_parameters_is_an_error():
+    with pytest.raises(TypeError, match="cannot be called as training_step"):
+        type("Mine", (SafeTrainer,), {"training_step": lambda self, batch: None})
+
+
+def test_helpers_of_ones_own_are_left_alone():
+    cls = type("Mine", (SafeTrainer,), {"_training_steps": lambda self: 1, "penalty": lambda self: 2})
+    assert cls.penalty(None) == 2
+
+
+def test_a_subclass_of_a_subclass_is_checked_too():
+    with pytest.raises(TypeError, match="training_step"):
+        type("Mine", (ByHooks,), {"training_stp": lambda self, model, batch: None})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "there is no model"),
+        ({"model": make_model}, "must be a torch.nn.Module"),
+        ({"model": nn.Identity()}, "no trainable parameters"),
+        ({"model": nn.Linear(1, 1).requires_grad_(False)}, "no trainable parameters"),
+        ({"model": nn.Linear(1, 1)}, "there is no training data"),
+        ({"model": nn.Linear(1, 1), "optimizer": "adam"}, "torch.optim.Optimizer"),
+        ({"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "none of the optimizer's"),
+        ({"model": nn.Linear(1, 1), "loss_fn": 3}, "loss_fn must be callable"),
+        ({"model": nn.Linear(1, 1), "train_data": 3}, "not iterable"),
+        ({"model": nn.Linear(1, 1), "train_data": [], "guards": ["finite"]}, "guards must be Guard instances"),
+    ],
+)  # fmt: skip
+def test_parts_that_cannot_work_are_errors_that_say_what_to_do(parts, message):
+    with pytest.raises(UsageError, match=message) as error:
+        SafeTrainer(**parts)
+    assert "To fix" in str(error.value) or "torch.optim.Optimizer" in message
+
+
+def test_an_optimizer_that_calls_the_model_itself_is_refused():
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="LBFGS"):
+        SafeTrainer(model, optimizer=torch.optim.LBFGS(model.parameters()), train_data=[])
+
+
+def test_a_run_needs_something_to_compute_the_loss_with(tmp_path):
+    trainer = SafeTrainer(nn.Linear(6, 1), train_data=make_batches(1), run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="nothing to compute the loss with"):
+        trainer.fit()
+
+
+def test_fit_is_called_once(make_trainer):
+    trainer = make_trainer(train_data=make_batches(1))
+    with pytest.raises(UsageError, match="no run yet"):
+        trainer.step  # noqa: B018
+    trainer.fit()
+    with pytest.raises(UsageError, match="already called"):
+        trainer.fit()
