@@ -59,23 +59,24 @@ FLOORS = {"model": 1e-2, "extra": 1e-2, "ema": 1e-2, "optimizer": 1.0}
 
 
 def problems_of(state: TrainState) -> dict[str, str]:
-    """Names of the tensors that no run should continue with, with what is wrong. One host read."""
+    """Names of the tensors that no run should continue with, with what is wrong."""
     return problems_in(peaks_of(state.tensors), state.rest["born_bad"])
 
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of each floating-point tensor; both are NaN if one of its values is."""
-    names: dict[torch.device, list[str]] = {}
-    pairs: dict[torch.device, list[Tensor]] = {}
+    names: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    pairs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            extremes = torch.aminmax(real.float() if real.element_size() == 1 else real)  # float8 has no aminmax
-            names.setdefault(tensor.device, []).append(name)
-            pairs.setdefault(tensor.device, []).append(torch.stack(extremes).float())
+            extremes = torch.stack(torch.aminmax(real.float() if real.element_size() == 1 else real))  # not for float8
+            names.setdefault((extremes.device, extremes.dtype), []).append(name)
+            pairs.setdefault((extremes.device, extremes.dtype), []).append(extremes)
     peaks: dict[str, tuple[float, float]] = {}
-    for device, found in pairs.items():
-        peaks.update(zip(names[device], map(tuple, torch.stack(found).tolist()), strict=True))
+    for kind, found in pairs.items():
+        rows = torch.stack(found).cpu().double().numpy()  # one transfer for each kind of tensor
+        peaks.update((name, (float(low), float(high))) for name, (low, high) in zip(names[kind], rows, strict=True))
     return peaks
 
 

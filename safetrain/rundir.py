@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from .errors import RunDirectoryError
 
@@ -65,7 +66,7 @@ def existing_run_dir(asked: str | Path | None) -> Path:
 class RunLock:
     """Held by the process that writes into a run's directory. The system lets go of it when the process dies, however."""
 
-    _held: set[Path] = set()  # a process is never refused by its own lock, so those are looked up here
+    _held: ClassVar[set[Path]] = set()  # a process is never refused by its own lock, so those are looked up here
 
     def __init__(self, directory: Path) -> None:
         self._path = directory.resolve() / LOCK
@@ -79,7 +80,9 @@ class RunLock:
             ) from error
         try:
             if not _lock(self._descriptor):
-                raise self._in_use(os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process")
+                raise self._in_use(
+                    os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                )
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError:

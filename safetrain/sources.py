@@ -135,7 +135,8 @@ class Iterated(Source):
         return batches
 
     def _iterable(self) -> Iterable[Any]:
-        return self._data() if callable(self._data) and not hasattr(self._data, "__iter__") else self._data
+        iterable: Iterable[Any] = self._data if hasattr(self._data, "__iter__") else self._data()
+        return iterable
 
     def _own_random_state(self) -> list[torch.Tensor | None]:
         return [None if generator is None else generator.get_state() for generator in self._generators()]

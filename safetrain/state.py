@@ -45,8 +45,8 @@ class TrainState:
             buffer = module._buffers[key]
             assert buffer is not None
             tensors[f"{kind}/{name}"] = buffer.detach()
-        for index, parameter in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
-            tensors[f"extra/{index}"] = parameter.detach()
+        for index, extra in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
+            tensors[f"extra/{index}"] = extra.detach()
         optimizer = _split_optimizer(trainer.optimizer, tensors)
         if trainer.ema is not None:
             tensors |= {f"ema/{name}": tensor for name, tensor in trainer.ema.state_dict().items()}

@@ -170,7 +170,15 @@ class CheckpointStore:
                 if name in manifest.files:
                     tensors |= {f"{part}/{key}": tensor for key, tensor in load_file(path / name).items()}
             tensors |= load_file(path / OTHERS)
-        except (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            pickle.UnpicklingError,
+            SafetensorError,
+            RuntimeError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Damaged(f"it cannot be loaded: {what}") from error
         return Loaded(path, manifest, TrainState(tensors, rest))

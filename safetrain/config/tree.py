@@ -106,7 +106,9 @@ def from_python(data: Any, place: Place, problems: Problems, path: KeyPath = (),
         return from_python(value, place, problems, (*path, key), literal)
 
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return Node({(key := config_key(f.name)): below(getattr(data, f.name), key) for f in dataclasses.fields(data)}, place)
+        return Node(
+            {(key := config_key(f.name)): below(getattr(data, f.name), key) for f in dataclasses.fields(data)}, place
+        )
     if isinstance(data, Mapping):
         return Node({key: below(value, key) for key, value in data.items()}, place)
     if isinstance(data, str):

@@ -125,6 +125,10 @@ class Journal(Sink):
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._write("eval", **metrics, best=is_best)
 
+    def sync(self) -> None:
+        if isinstance(self._stream, JournalFile):
+            self._stream.sync()
+
     def finished(self, result: FitResult) -> None:
         summary = result.summary()
         summary["incidents"] = len(result.incidents)
