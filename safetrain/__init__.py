@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import safe
     from .config import load_config
     from .errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         Interrupted,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "config": ("load_config",),
     "errors": (
+        "CheckpointError",
         "ConfigError",
         "DataError",
         "Interrupted",
@@ -57,6 +59,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Action",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DeviceStep",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,9 @@ from torch.optim import Optimizer
 from .ema import Ema
 from .gradients import peak
 from .transaction import Transaction
+
+if TYPE_CHECKING:
+    from .state import TrainState
 
 
 class Audit:
@@ -45,6 +50,62 @@ class Audit:
                     yield f"optimizer {key} of {self._names.get(id(parameter), 'a parameter')}", value
         if self._ema is not None:
             yield from ((f"ema {name}", weight) for name, weight in self._ema.weights.items())
+
+
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+JUMP, FATAL_JUMP = 1e3, 1e6
+FLOORS = {"model": 1e-2, "extra": 1e-2, "ema": 1e-2, "optimizer": 1.0}
+"""What a tensor that was smaller counts as when jumps are looked for: zeros are meant to grow."""
+
+
+def problems_of(state: TrainState) -> dict[str, str]:
+    """Names of the tensors that no run should continue with, with what is wrong."""
+    return problems_in(peaks_of(state.tensors), state.rest["born_bad"])
+
+
+def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Smallest and largest value of each floating-point tensor; both are NaN if one of its values is."""
+    names: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    pairs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            extremes = torch.stack(torch.aminmax(real.float() if real.element_size() == 1 else real))  # not for float8
+            names.setdefault((extremes.device, extremes.dtype), []).append(name)
+            pairs.setdefault((extremes.device, extremes.dtype), []).append(extremes)
+    peaks: dict[str, tuple[float, float]] = {}
+    for kind, found in pairs.items():
+        rows = torch.stack(found).cpu().double().numpy()  # one transfer for each kind of tensor
+        peaks.update((name, (float(low), float(high))) for name, (low, high) in zip(names[kind], rows, strict=True))
+    return peaks
+
+
+def problems_in(peaks: Mapping[str, tuple[float, float]], ignored: Sequence[str]) -> dict[str, str]:
+    problems = {}
+    for name, (low, high) in peaks.items():
+        if not (math.isfinite(low) and math.isfinite(high)) and name not in ignored:
+            problems[name] = "holds NaN" if math.isnan(low) else "holds Inf"
+        elif low < 0.0 and name.startswith("optimizer/") and name.endswith(SECOND_MOMENTS):
+            problems[name] = f"a second moment of {low:.3g}"
+    return problems
+
+
+def jumps(
+    peaks: Mapping[str, tuple[float, float]],
+    before: Mapping[str, tuple[float, float]] | None,
+    ignored: Sequence[str],
+    factor: float = JUMP,
+) -> dict[str, str]:
+    """Weights, averages and moments that grew by the factor. Buffers (`ignored`) may: they follow the data."""
+    found = {}
+    for name, (low, high) in peaks.items():
+        floor = FLOORS.get(name.partition("/")[0])
+        if before is None or name not in before or floor is None or name in ignored:
+            continue
+        now, then = max(-low, high), max(-before[name][0], before[name][1])
+        if now > factor * max(then, floor):
+            found[name] = f"grew from {then:.3g} to {now:.3g}"
+    return found
 
 
 def _problem(tensor: Tensor) -> str:

@@ -45,6 +45,9 @@ class DeferredCommits:
         self._every = trainer.config.loop.host_read_every
         self._pending: list[Pending] = []
         self._lr_scale = 1.0
+        self._num_since_scale = 0
+        """Steps since the guards were last asked for the learning-rate scale. Only `commit` counts them: bringing steps to
+        the host sooner, before something is saved say, changes no number."""
         self._schedule: tuple[Any, list[Any]] | None = None
         self._check()
 
@@ -102,19 +105,25 @@ class DeferredCommits:
         trainer._clear_gradients()
         random_state = trainer.transaction.random_state
         self._pending.append(Pending(measurement, bad, view_fields, self._lr_scale, window, random_state))
-        if len(self._pending) >= self._every:
-            self.settle()
+        self._num_since_scale += 1
+        if self._num_since_scale >= self._every:
+            self._num_since_scale = 0
+            self._lr_scale = self._next_lr_scale(self.settle())
 
-    def settle(self) -> None:
-        """Read the numbers of all pending steps in one transfer; judge, learn and tell, in their order."""
+    def settle(self) -> StepView | None:
+        """Read the numbers of all pending steps in one transfer; judge, learn and tell, in their order.
+
+        Returns the last step's view, or None when there was nothing to read.
+        """
         pending, self._pending = self._pending, []
         if not pending:
-            return
+            return None
         trainer = self._trainer
         flags = torch.stack([each.bad for each in pending]).to(pending[0].measurement.vector.dtype)
         numbers = torch.cat([flags, *(each.measurement.vector for each in pending)]).tolist()
         start = len(pending)
         num_committed = 0
+        is_undone = False
         view = None
         for each, was_bad in zip(pending, numbers[: len(pending)], strict=True):
             end = start + each.measurement.vector.numel()
@@ -123,17 +132,32 @@ class DeferredCommits:
             view = StepView(
                 **each.view_fields, **values, **trainer.run.history(False), bad_state=trainer.audit.bad_state
             )
+            if is_undone:
+                verdict = Verdict(Action.ROLLBACK, reason="undone by the rollback of a step before it")
+                trainer.run.stepped(view, merge([("loop", verdict)]), "rollback", trainer.stream.epoch)
+                continue
             decision = self._decide(view, bool(was_bad), each.lr_scale)
             if decision.action is Action.COMMIT:
                 num_committed += 1
+                trainer._last_good = each.window, view.loss
                 trainer.committed(view, decision)
-            elif trainer.refused(view, decision, each.window, each.random_state, is_late=True) is Action.ROLLBACK:
-                return  # the rollback has undone the steps after this one too, and put the schedule right
-        if num_committed < len(pending):
+            else:
+                action = trainer.refused(view, decision, each.window, each.random_state, is_late=True)
+                is_undone = action is Action.ROLLBACK  # that has put the schedule right, too
+        if num_committed < len(pending) and not is_undone:
             self._redo_schedule(num_committed)
+        return view
+
+    def _next_lr_scale(self, view: StepView | None) -> float:
         assert view is not None
-        after = dataclasses.replace(view, step=view.step + 1, **trainer.run.history(False))
-        self._lr_scale = merge((guard.name, guard.verdict(after)) for guard in trainer.guards).lr_scale
+        after = dataclasses.replace(view, step=view.step + 1, **self._trainer.run.history(False))
+        return merge((guard.name, guard.verdict(after)) for guard in self._trainer.guards).lr_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr_scale": self._lr_scale, "num_since_scale": self._num_since_scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._lr_scale, self._num_since_scale = state["lr_scale"], state["num_since_scale"]
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -141,6 +142,14 @@ class Engine:
         """fp16: forget this step; the scale stays as it was."""
         if self._scaler is not None and self._scaler._per_optimizer_states:
             self._scaler.update(scale)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """fp16: the loss scale and its history. Waits for the device."""
+        return None if self._scaler is None else self._scaler.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
 
     def share(self, numbers: Tensor) -> Tensor:
         """Mean over all ranks, equal on each, in one collective. NaN or Inf of any rank is every rank's."""

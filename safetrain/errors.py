@@ -6,6 +6,7 @@
     │   ├── DataError         the data given cannot be trained on
     │   └── LossError         training_step returned something that is not a loss
     ├── RunDirectoryError     the run directory cannot be used                     exit code 2
+    │   └── CheckpointError   a checkpoint cannot be written, or none can be loaded
     ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
     └── Interrupted           SIGINT or SIGTERM; the step was finished and saved   exit code 130, 143
@@ -50,6 +51,10 @@ class LossError(UsageError):
 
 class RunDirectoryError(SafetrainError):
     """The run directory already holds a run, or cannot be written."""
+
+
+class CheckpointError(RunDirectoryError):
+    """A checkpoint cannot be written, cannot be loaded, or does not fit; the ones that exist are left as they are."""
 
 
 class NonFiniteError(SafetrainError, FloatingPointError):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import keyword
 import textwrap
 from typing import Any
 
@@ -31,9 +32,20 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def config_key(attribute: str) -> str:
+    """The key of a field in a config: its name, without the underscore that keeps a Python keyword apart (`async_`)."""
+    bare = attribute.removesuffix("_")
+    return bare if keyword.iskeyword(bare) else attribute
+
+
+def config_attribute(key: str) -> str:
+    """The other way round: `async` is the attribute `async_`."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, by field name (inherited fields included)."""
+    """The string literal under each field of a dataclass, by its key in a config (inherited fields included)."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -47,5 +59,5 @@ def field_docs(cls: type) -> dict[str, str]:
         for field, below in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
                 if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-                    docs[field.target.id] = inspect.cleandoc(below.value.value)
+                    docs[config_key(field.target.id)] = inspect.cleandoc(below.value.value)
     return docs

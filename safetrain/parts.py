@@ -20,6 +20,7 @@ from .engine import Engine
 from .errors import UsageError
 from .guards import Guard
 from .incident import Incident
+from .patches import Patches
 from .recovery import Ladder
 from .rng import seed_everything
 from .transaction import Transaction
@@ -79,6 +80,7 @@ class TrainerParts:
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
         self.transaction = Transaction(self.model)
         self.ladder = Ladder(self.config.recovery)
+        self.patches = Patches()
         self._last_good: tuple[Sequence[Any], float] | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
         self._groups = [group["params"] for group in self.optimizer.param_groups]

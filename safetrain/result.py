@@ -13,7 +13,8 @@ from .incident import Incident
 @dataclass
 class FitResult:
     status: str = "running"
-    """`done`, `stopped` (by a guard), `interrupted` (by a signal), or `error` (an exception in user code)."""
+    """`done`, `stopped` (by a guard), `interrupted` (by a signal), `paused` (by `loop.max_hours`), or `error` (an exception in
+    user code)."""
     steps: int = 0
     """Committed optimizer steps."""
     skipped: int = 0
@@ -33,6 +34,11 @@ class FitResult:
     best: dict[str, float] | None = None
     """The evaluation with the best monitored metric; NaN never wins."""
     seconds: float = 0.0
+    """Of training, those before a resume included."""
+    snapshots: dict[str, float] = field(default_factory=dict)
+    """Copies of the state in memory: `num_taken`, `seconds` spent on them, `bytes` held."""
+    checkpoints: dict[str, float] = field(default_factory=dict)
+    """On disk: `num_saved` by this process, and `seconds_blocked`, for which training waited."""
     run_dir: Path | None = None
 
     @property
@@ -58,6 +64,8 @@ class FitResult:
             "final_loss": self.final_loss,
             "best": self.best,
             "seconds": round(self.seconds, 3),
+            "snapshots": self.snapshots,
+            "checkpoints": self.checkpoints,
             "incidents": [i.to_dict() for i in self.incidents],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import signal
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import bundle
-from .config import to_yaml
+from .checkpoint import CheckpointStore, Loaded
+from .config import load_config, to_yaml
 from .config.schema import Config
-from .errors import Interrupted, TrainingStopped
+from .errors import Interrupted, RunDirectoryError, TrainingStopped
 from .files import to_json, write_text
 from .incident import Incident, Outcome, Trigger
+from .loadable import rebuild
 from .recovery import Case, Settlement
 from .result import FitResult
-from .rundir import CONFIG, SUMMARY, create_run_dir
-from .telemetry import StepRecord, Telemetry, open_telemetry
+from .resume import check_changes
+from .rundir import CHECKPOINTS, CONFIG, SUMMARY, RunLock, create_run_dir, existing_run_dir, holds_run
+from .telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
 from .verdict import Action, Decision
 from .view import StepView
 
+COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
+HISTORIES = ("refused_steps", "dynamics_steps", "rollback_steps")
+RESULT_FIELDS = ("steps", "skipped", "rollbacks", "overflows", "epochs", "final_loss", "evaluations", "best")
+
 
 class Run:
-    def __init__(self, config: Config, asked_dir: str | Path | None, rank: int) -> None:
+    def __init__(self, config: Config, asked_dir: str | Path | None, rank: int, resume: bool | str = False) -> None:
+        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
         self.config, self.rank = config, rank
-        self.dir = create_run_dir(asked_dir, config.name) if rank == 0 else None
-        if self.dir is not None:
-            write_text(self.dir / CONFIG, to_yaml(config))
-        self.telemetry: Telemetry = open_telemetry(config, self.dir)
+        self.dir: Path | None = None
+        self.telemetry = Telemetry([])
+        self.resumed: Loaded | None = None
+        """The checkpoint that this run goes on from."""
+        self._journal: JournalFile | None = None
+        self._lock: RunLock | None = None
+        self._begin = time.perf_counter()
+        self._seconds_before = 0.0
+        self._notes: list[str] = []
+        if rank == 0:
+            self._open_dir(asked_dir, resume)
         self.result = FitResult(run_dir=self.dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
@@ -46,6 +65,93 @@ class Run:
         self.rollback_steps: deque[int] = deque(maxlen=1000)
         self.num_restarts = 0
         self._losses = array("d")
+
+    def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
+        if resume == "auto":
+            resume = asked is not None and bool(holds_run(asked))
+        self.dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
+        self._lock = RunLock(self.dir)
+        try:
+            point = self._find_checkpoint(force=resume == "force") if resume else None
+            write_text(self.dir / CONFIG, to_yaml(self.config))
+            self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
+        except OSError as error:
+            self._lock.release()
+            raise RunDirectoryError(
+                f"the run directory {self.dir} cannot be written to: {error}.\n"
+                "To fix: free some space or give a directory you can write to (--out or run_dir)."
+            ) from error
+        except BaseException:
+            self._lock.release()
+            raise
+        if self._journal.num_missing:
+            self._notes.append(
+                f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"
+            )
+
+    def _find_checkpoint(self, force: bool) -> ResumePoint:
+        """Choose the checkpoint to go on from; nothing is changed unless there is one, or the run never had any."""
+        assert self.dir is not None
+        changed = check_changes(load_config(self.dir / CONFIG), self.config, force)
+        self._notes += [f"the config was changed for this resume: {change}" for change in changed]
+        store = CheckpointStore(self.dir / CHECKPOINTS)
+        self.resumed = store.load_newest()
+        store.clean()
+        if self.resumed is None:
+            self._notes.append("this run had no checkpoint yet: it starts from the beginning")
+            return ResumePoint()
+        self._notes += [f"{name} was passed over: {reason}" for name, reason in self.resumed.passed_over.items()]
+        store.set_aside(self.resumed.passed_over)
+        record = self.resumed.state.rest["progress"]["run"]
+        return ResumePoint(self.resumed.manifest.step, record["journal_position"], record["result"]["skipped"])
+
+    def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
+        """Announce the run, and once what is to be said about it."""
+        if self.resumed is not None:
+            about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
+        self.telemetry.started(about)
+        for note in (*self._notes, *notes):
+            self.telemetry.noted(note)
+
+    def warn(self, text: str) -> None:
+        """Tell everyone, also who runs without a console."""
+        logging.getLogger("safetrain").warning("%s", text)
+        self.telemetry.noted(text)
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._begin
+
+    @property
+    def out_of_time(self) -> bool:
+        """This process has trained for `loop.max_hours`."""
+        hours = self.config.loop.max_hours
+        return hours is not None and time.perf_counter() - self._begin >= hours * 3600
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far. What happens later is not part of the state that is saved with it."""
+        result = {name: getattr(self.result, name) for name in RESULT_FIELDS}
+        incidents = [dataclasses.asdict(incident) for incident in self.result.incidents]
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            **{name: list(getattr(self, name)) for name in HISTORIES},
+            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "result": {**result, "incidents": incidents},
+            "seconds": self.seconds,
+            "journal_position": 0 if self._journal is None else self._journal.position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        for name in HISTORIES:
+            getattr(self, name).extend(state[name])
+        self._losses = array("d", state["losses"].tolist())
+        for name in RESULT_FIELDS:
+            setattr(self.result, name, state["result"][name])
+        self.result.incidents = [rebuild(Incident, fields) for fields in state["result"]["incidents"]]
+        self._seconds_before = state["seconds"]
 
     @property
     def step(self) -> int:
@@ -66,12 +172,12 @@ class Run:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Whatever ends the run inside, its summary is written and its files are closed."""
-        begin = time.perf_counter()
         self.result.status = "error"
         try:
             with self._signals_noted():
                 yield
-            self.result.status = "done"
+            if self.result.status == "error":
+                self.result.status = "done"
         except TrainingStopped:
             self.result.status = "stopped"
             raise
@@ -79,11 +185,16 @@ class Run:
             self.result.status = "interrupted"
             raise
         finally:
-            self.result.seconds = time.perf_counter() - begin
+            self.result.seconds = self.seconds
             self.result.losses = list(self._losses)
-            if self.dir is not None:
-                write_text(self.dir / SUMMARY, to_json(self.result.summary(), indent=2) + "\n")
+            try:
+                if self.dir is not None:
+                    write_text(self.dir / SUMMARY, to_json(self.result.summary(), indent=2) + "\n")
+            except OSError as error:
+                self.warn(f"the summary could not be written: {error}")
             self.telemetry.finished(self.result)
+            if self._lock is not None:
+                self._lock.release()
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -138,10 +249,9 @@ class Run:
         """Note what was done about a refused step; keep and tell its incident."""
         incident, view = case.incident, case.view
         incident.decision = Outcome(str(settlement.action), [*case.decision.reasons, *settlement.reasons])
-        if settlement.action is not Action.COMMIT:
+        if settlement.action is not Action.COMMIT and case.is_step:
             self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action), epoch)
         if settlement.action is Action.ROLLBACK:
-            self.result.rollbacks += 1
             self.rollback_steps.append(view.step)
             self.num_restarts += case.wants_restart
             self.consecutive_refusals = 0
@@ -153,7 +263,10 @@ class Run:
         """Add an incident to the record and tell of it."""
         self.result.incidents.append(incident)
         if self.dir is not None and incident.path is not None:
-            bundle.write_report(self.dir / incident.path, incident)
+            try:
+                bundle.write_report(self.dir / incident.path, incident)
+            except OSError as error:  # a full disk must not end a run that survived worse
+                self.warn(f"the incident of step {incident.step} could not be written: {error}")
         self.telemetry.incident(incident)
 
     def open_bundle(self, incident: Incident) -> Path | None:
@@ -162,6 +275,14 @@ class Run:
             return None
         incident.path = f"incidents/{incident.id}"
         return self.dir / incident.path
+
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        """Committed steps are those that the weights have in them; budgets and attempts are not rewound."""
+        self.result.rollbacks += 1
+        self.result.steps = num_committed
+        self.consecutive_refusals = self.consecutive_overflows = 0
+        self.refused_steps.clear()
+        self.telemetry.rolled_back(to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         record = {"step": self.step, **metrics}

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import assembly, gradients
-from .checkpoint import save_weights
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
 from .forensics.raised import is_numeric
+from .guards import REGISTRY
 from .hooks import check_hooks
+from .keeper import Keeper
 from .measure import Measurement
 from .parts import TrainerParts
 from .recovery import Case
@@ -43,6 +44,9 @@ class SafeTrainer(TrainerParts):
     """
 
     _run: Run | None = None
+    _at_end: ExitStack
+    """Undone when the run ends."""
+    _keeper: Keeper
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,13 +70,19 @@ class SafeTrainer(TrainerParts):
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
-    def fit(self) -> FitResult:
-        """Train until `loop.max_steps` or `loop.max_epochs`. Raises TrainingStopped when a guard stops the run."""
+    def fit(self, resume: bool | str = False) -> FitResult:
+        """Train until `loop.max_steps` or `loop.max_epochs`. Raises TrainingStopped when a guard stops the run.
+
+        With `resume=True` go on exactly where the run in `run_dir` was: build the trainer as for the first call, from the same
+        model, data and config. "auto": resume if `run_dir` holds a run, else start one. "force": also with a config that
+        changes the training itself; the optimizer's settings are then still those that were saved.
+        """
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
-        self._run = Run(self.config, self._run_dir, self.engine.rank)
+        self._run = Run(self.config, self._run_dir, self.engine.rank, resume)
         self.bench = Workbench(self)
-        with self.run.recorded(), self._prepared():
+        with self.run.recorded(), self._prepared() as keeper:
+            keeper.begin()
             while not self._finished():
                 window = self.stream.take(self.config.loop.grad_accum)
                 if window:
@@ -80,11 +90,16 @@ class SafeTrainer(TrainerParts):
                     self._evaluate_if_due(epoch_ended=False)
                 else:
                     self._end_epoch()
+                keeper.after_step()
                 if self.run.signal is not None:
-                    self._save()
+                    keeper.save(required=True)
                     raise Interrupted(self.run.signal, self.run.result)
+                if self.run.out_of_time and not self._finished():
+                    keeper.save(required=True)
+                    self.run.result.status = "paused"
+                    return self.run.result
             self._evaluate_if_due(run_ended=True)
-            self._save()
+            keeper.finish()
         return self.run.result
 
     def run_step(self, window: Sequence[Any]) -> None:
@@ -122,7 +137,7 @@ class SafeTrainer(TrainerParts):
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        with self.engine.autocast():
+        with self.engine.autocast(), self.patches:
             output = self.training_step(self._called_model, batch)
         loss, metrics = assembly.split_loss(output, "training_step")
         if torch.is_grad_enabled():
@@ -240,22 +255,35 @@ class SafeTrainer(TrainerParts):
         """Find out why, then climb the recovery ladder: repair and commit the step, skip it, go back, or stop."""
         if is_late:
             self.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
-        incident = self.run.open_incident(view, decision)
-        case = Case(view, decision, window, random_state, incident, is_late)
+        case = Case(view, decision, window, random_state, self.run.open_incident(view, decision), is_late)
         self.bench.investigate(case)
+        return self._resolve(case)
+
+    def distrusted(self, verdict: Verdict) -> None:
+        """Between two steps the state itself was found to be wrong: go back, or stop."""
+        self.transaction.begin()
+        loss = self.run.result.final_loss
+        view = StepView(max(self.run.step - 1, 0), loss, math.nan, **self.run.history(False))
+        decision = merge([("audit", verdict)])
+        incident = self.run.open_incident(view, decision)
+        self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
+
+    def _resolve(self, case: Case) -> Action:
         settlement = self.ladder.settle(case, self.bench)
         self.run.close_incident(case, settlement, self.stream.epoch)
-        self.on_incident(incident)
+        self.on_incident(case.incident)
         if settlement.action is Action.STOP:
-            raise TrainingStopped(incident, self.run.result) from view.error
+            raise TrainingStopped(case.incident, self.run.result) from case.view.error
         return settlement.action
 
     # ---- around the steps --------------------------------------------------------------------------------------
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
+    def _prepared(self) -> Iterator[Keeper]:
         """Hooks of the guards installed, the run announced; everything taken off again at the end."""
         with ExitStack() as stack:
+            self._keeper = Keeper(self)
+            stack.push(lambda kind, error, trace: self._keeper.close(error))
             stack.callback(self.stream.close)
             if self.config.loop.deterministic:
                 stack.enter_context(deterministic_algorithms())
@@ -264,7 +292,7 @@ class SafeTrainer(TrainerParts):
                     stack.callback(remove)
             if self.config.loop.host_read_every > 1:
                 self._deferred = stack.enter_context(DeferredCommits(self))
-            self.run.telemetry.started(
+            self.run.started(
                 {
                     "name": self.config.name,
                     "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
@@ -273,9 +301,10 @@ class SafeTrainer(TrainerParts):
                     "world_size": self.engine.world_size,
                     "guards": [guard.name for guard in self.guards],
                     "run_dir": self.run.dir,
-                }
+                },
+                self.stream.caveats() if self.config.checkpoint.enabled else [],
             )
-            yield
+            yield self._keeper
 
     def _finished(self) -> bool:
         loop = self.config.loop
@@ -321,23 +350,25 @@ class SafeTrainer(TrainerParts):
         with self.engine.autocast():
             return self.evaluation_step(model, batch)
 
-    def _save(self) -> None:
-        """Write the final weights, unless the state they are part of is not finite: then stop loudly instead."""
-        self._settle()
-        if bad := self.audit.bad_state():
-            what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
-            verdict = Verdict(
-                Action.STOP,
-                reason=f"the training state is not finite and was not saved: {what}",
-                evidence={"signal": "state", "value": math.nan, "bad_state": bad},
-            )
-            view = StepView(step=max(self.run.step - 1, 0), loss=self.run.result.final_loss, grad_norm=math.nan)
-            incident = self.run.open_incident(view, merge([("audit", verdict)]))
-            self.run.keep(incident)
-            self.on_incident(incident)
-            raise TrainingStopped(incident, self.run.result)
-        if self.config.checkpoint.save_final and self.run.dir is not None:
-            save_weights(self.run.dir / "checkpoints", self.model, self.ema)
+    def rollback(self, to: str = "trusted", skip_windows: int = 0) -> int:
+        """Go back to an earlier state; returns the step it is of. Raises CheckpointError if there is none.
+
+        `to`: "trusted" is the newest snapshot known to be good, and an older one each time that did not help; "first" is the
+        state that this process started with; "disk" the newest checkpoint. Weights, moments, schedule, scaler, EMA, random
+        state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
+        of it. Attempts, incidents and budgets are not rewound.
+        """
+        return self._keeper.rollback(to, skip_windows)
+
+    def guard(self, name: str) -> Any:
+        """The guard of that name; one that is not there yet is made with its defaults and put to work."""
+        found = next((guard for guard in self.guards if guard.name == name), None)
+        if found is None:
+            found = REGISTRY[name]()
+            self.guards.append(found)
+            if (remove := found.attach(self.model)) is not None:
+                self._at_end.callback(remove)
+        return found
 
     # ---- moving parts ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class Transaction:
         self._tensors: list[Tensor] = []
         self._find_modules()
         # Sentinels and observers hold NaN or Inf on purpose; only a buffer that was finite can turn bad.
-        self._born_bad = {name for name, b in model.named_buffers() if not _is_finite(b)}
+        self.born_bad = {name for name, b in model.named_buffers() if not _is_finite(b)}
         self.begin()
 
     def _find_modules(self) -> None:
@@ -87,7 +87,7 @@ class Transaction:
         return [(path, buffer) for path, buffer in found if self._is_watched(path, buffer)]
 
     def _is_watched(self, path: str, buffer: Tensor) -> bool:
-        return buffer.is_floating_point() and path not in self._born_bad
+        return buffer.is_floating_point() and path not in self.born_bad
 
 
 def _same_layout(saved: list[Tensor], current: list[Tensor]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..options import config_key
 from .tree import scalar
 
 _BOUNDS = {"ge": ("≥", operator.ge), "gt": (">", operator.gt), "le": ("≤", operator.le), "lt": ("<", operator.lt)}
@@ -91,7 +92,7 @@ class Field:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
-    """The fields of a config dataclass by name."""
+    """The fields of a config dataclass by their key."""
     hints = typing.get_type_hints(cls)
     fields = {}
     for field in dataclasses.fields(cls):
@@ -101,7 +102,8 @@ def fields_of(cls: type) -> dict[str, Field]:
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if field.init:
-            fields[field.name] = Field(field.name, hints[field.name], default, field.metadata)
+            key = config_key(field.name)
+            fields[key] = Field(key, hints[field.name], default, field.metadata)
     return fields
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
+from ..options import config_attribute, config_key
 from .fields import fields_of
 from .interpolate import interpolate
 from .merge import Override, apply_overrides, merge
@@ -92,6 +93,8 @@ def _read(source: Source, problems: Problems) -> tuple[Node | None, Path | None]
     if isinstance(source, DictConfig):
         kind = "OmegaConf"
         data = OmegaConf.to_container(source, resolve=False)
+        if OmegaConf.get_type(source) is Config:  # its keys are the names of attributes
+            data = {name: _renamed(value, config_key) for name, value in data.items()}
     elif isinstance(source, Config):
         kind = "Config"
     if not isinstance(data, (Mapping, Config)):
@@ -129,6 +132,8 @@ def _named_after_file(tree: Node, path: Path | None) -> Node:
 def _typed(tree: Node) -> Config:
     data = plain(rewrite(tree, _escaped))
     guards = data.pop("guards")
+    sections = {name for name, field in fields_of(Config).items() if field.section is not None}
+    data = {name: _renamed(value, config_attribute) if name in sections else value for name, value in data.items()}
     # The data is complete; a default target below it would leak its arguments into another target.
     empty: dict[str, Any] = {
         name: {} for name, field in fields_of(Config).items() if field.is_target and field.default is not None
@@ -150,6 +155,10 @@ def _typed_guard(name: str, options: dict[str, Any] | None) -> Any:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(REGISTRY[name].Config), options))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"guards.{name}: {error}") from error
+
+
+def _renamed(section: Any, rename: Callable[[str], str]) -> Any:
+    return {rename(key): value for key, value in section.items()} if isinstance(section, dict) else section
 
 
 def _escaped(node: Node) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..guards import REGISTRY
-from ..options import field_docs
+from ..options import config_key, field_docs
 from .fields import fields_of
 from .schema import Config
 from .tree import IMPLICIT_RESOLVERS, TARGET, KeyPath, dotted, escape
@@ -17,7 +17,7 @@ from .tree import IMPLICIT_RESOLVERS, TARGET, KeyPath, dotted, escape
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config, dict_factory=lambda items: {config_key(name): value for name, value in items})
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, docs: bool = False) -> str:

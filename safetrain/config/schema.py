@@ -34,6 +34,8 @@ class LoopConfig:
     """Stop after this many committed optimizer steps."""
     max_epochs: int | None = option(None, ge=1)
     """Stop after this many passes over the data. Without `max_steps` and `max_epochs`: one pass."""
+    max_hours: float | None = option(None, gt=0.0)
+    """Save and end, as if by itself, when this process has trained for so long; `safetrain resume` goes on from there."""
     grad_accum: int = option(1, ge=1)
     """Micro-batches per optimizer step; the loss is their mean."""
     eval_every: int | None = option(None, ge=1)
@@ -102,8 +104,33 @@ class ForensicsConfig:
 
 @dataclass
 class CheckpointConfig:
+    enabled: bool = True
+    """Save the whole training state: when the run starts and ends, when it is interrupted, and as often as below. Without it
+    only the final weights are written and the run cannot be resumed."""
+    every_steps: int | None = option(500, ge=1)
+    """Save every so many committed steps; null: not by steps."""
+    every_minutes: float | None = option(None, gt=0.0)
+    """Save when so many minutes have passed since the last time."""
+    keep_last: int = option(3, ge=1)
+    """The newest checkpoints to keep."""
+    keep_best: int = option(1, ge=0)
+    """Beside those, the best by `loop.monitor`; a new best evaluation is saved at once. 0: none is kept for being good."""
+    keep_every: int | None = option(None, ge=1)
+    """Beside those, one for every so many committed steps, for good."""
+    async_: bool = False
+    """Copy the state, then write it in a thread while training goes on. Costs the memory of one more copy; an error while
+    writing is known at a later step."""
+    on_error: str = option("warn", choices=("warn", "stop"))
+    """When a checkpoint cannot be written (full disk, say): `warn` and train on, or `stop`. The last one of a run must be
+    written in any case. Checkpoints that exist are never touched before a new one is complete."""
     save_final: bool = True
     """Write the final weights to `checkpoints/final.safetensors`, after checking that they are finite."""
+    snapshot_every: int | None = option(50, ge=1)
+    """Copy the training state to memory every so many committed steps, to roll back to; null: never."""
+    snapshots: int = option(3, ge=1)
+    """Copies kept, beside the very first one; fewer if they would fill the machine's memory."""
+    trust_after: int = option(20, ge=0)
+    """Committed steps without a refusal after which a copy is known to be good, and may be rolled back to."""
 
 
 @dataclass
@@ -144,6 +171,6 @@ class Config:
     forensics: ForensicsConfig = field(default_factory=ForensicsConfig)
     """What is kept of an incident."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is saved."""
+    """What is saved, to disk and in memory."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What is shown."""

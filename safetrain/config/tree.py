@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from ..options import config_key
+
 TARGET = "_target_"
 BROKEN = object()
 """Stands for a value whose problem was already reported, so that it is not reported twice."""
@@ -104,7 +106,9 @@ def from_python(data: Any, place: Place, problems: Problems, path: KeyPath = (),
         return from_python(value, place, problems, (*path, key), literal)
 
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return Node({f.name: below(getattr(data, f.name), f.name) for f in dataclasses.fields(data)}, place)
+        return Node(
+            {(key := config_key(f.name)): below(getattr(data, f.name), key) for f in dataclasses.fields(data)}, place
+        )
     if isinstance(data, Mapping):
         return Node({key: below(value, key) for key, value in data.items()}, place)
     if isinstance(data, str):

@@ -127,6 +127,7 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
             remedy = Remedy("safe_op", finite, result.loss_value, detail)
         else:
             remedy = trials.replay("safe_op", detail, variant)
+        remedy.target = name if names else None
         if variant.num_hits:
             yield remedy
             if remedy.finite:
@@ -168,6 +169,7 @@ def island(trials: Trials) -> Iterator[Remedy]:
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        remedy.target = path
         yield remedy
         if remedy.finite:
             return

@@ -19,10 +19,7 @@ OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "r
     "set_",
 }
 # Writes that the schema does not declare: BatchNorm's running statistics.
-_HIDDEN_WRITES = {
-    name: (3, 4)
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
-}
+_HIDDEN_WRITES = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update"), (3, 4))
 SELECTING = {"where", "masked_fill", "masked_fill_"}
 
 

@@ -32,7 +32,7 @@ from .schemas import (
     tensors_in,
 )
 from .torch_private import PLAIN, current_node, modes_off, next_node_number, node_number, unwrapped
-from .values import FINITE, INF, NAN, kind_of, kind_of_number
+from .values import FINITE, INF, kind_of, kind_of_number
 
 EVERYTHING = 1 << 60
 MAX_FACTS = 400

@@ -11,6 +11,7 @@ import torch
 
 from .. import gradients
 from ..bundle import write_replay
+from ..errors import CheckpointError
 from ..forensics import Effort, Step, diagnose
 from ..incident import Origin
 from ..rng import undisturbed_rng
@@ -109,14 +110,31 @@ class Workbench:
         return math.isfinite(now) and now <= before + 0.5 * abs(before) + 1e-6
 
     def roll_back(self, case: Case, to: str) -> str | None:
-        """There are no snapshots to go back to."""
-        return None
+        """Go back, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
+        trainer = self._trainer
+        if trainer.run.result.steps == 0 and case.needs_probe:
+            return None  # no step was ever committed, so the state is the one it would go back to
+        before = trainer.run.result.steps
+        try:
+            step = trainer.rollback(to)
+        except CheckpointError:
+            return None
+        lost = before - trainer.run.result.steps
+        return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 
     def grow_island(self, case: Case, module: str) -> None:
-        raise NotImplementedError
+        self._trainer.guard("islands").grow(self._trainer.model, module)
 
     def patch(self, case: Case) -> str | None:
-        return None
+        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
+        if remedy is None or origin.file is None or origin.line is None:
+            return None
+        return self._trainer.patches.add(origin.file, origin.line, remedy.target)
+
+    def unpatch(self, case: Case) -> None:
+        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
+        if remedy is not None and origin.file is not None and origin.line is not None:
+            self._trainer.patches.remove(origin.file, origin.line, remedy.target)
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -40,6 +40,8 @@ class Case:
     """With what the investigation found."""
     is_late: bool = False
     """The step lies some steps back (`loop.host_read_every`), so it cannot be tried again."""
+    is_step: bool = True
+    """False: the state was found to be wrong between two steps."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What the investigation found that rungs need and an incident does not tell."""
 
@@ -94,11 +96,14 @@ class Bench(Protocol):
         """Does the last good batch still give about the loss it gave? None when there is none yet."""
 
     def roll_back(self, case: Case, to: str) -> str | None:
-        """Go back to the `newest` trusted snapshot, an `older` one, the newest checkpoint on `disk`, or the `first` snapshot,
-        with the data cursor past this step; says where to, or None when there is nothing to go back to."""
+        """Go back to the newest `trusted` snapshot (an older one if that did not help), the newest checkpoint on `disk`, or the
+        `first` snapshot, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
 
     def grow_island(self, case: Case, module: str) -> None:
         """Keep a module in float32 from now on."""
 
     def patch(self, case: Case) -> str | None:
         """From now on, run the safe variant of the operation at the incident's line; says which, or None if there is none."""
+
+    def unpatch(self, case: Case) -> None:
+        """Take that back."""

@@ -105,10 +105,10 @@ class Island(Rung):
         return config.max_islands
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and case.incident.verified("island") is not None
+        return case.is_non_finite and not case.is_late and case.incident.verified("fp32_island") is not None
 
     def climb(self, case: Case, bench: Bench) -> Settlement | None:
-        remedy = case.incident.verified("island")
+        remedy = case.incident.verified("fp32_island")
         assert remedy is not None
         bench.grow_island(case, remedy.target or "")
         if not bench.try_again(case, case.window):
@@ -129,7 +129,10 @@ class Patch(Rung):
 
     def climb(self, case: Case, bench: Bench) -> Settlement | None:
         patched = bench.patch(case)
-        if patched is None or not bench.try_again(case, case.window):
+        if patched is None:
+            return None
+        if not bench.try_again(case, case.window):
+            bench.unpatch(case)
             return None
         return Settlement(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
 
@@ -158,7 +161,7 @@ class Rollback(Rung):
     """Go back to the newest trusted snapshot, or an older one when that did not help, past the data that led here."""
 
     no_help = "there is no snapshot to go back to"
-    to: ClassVar[str] = "memory"
+    to: ClassVar[str] = "trusted"
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_rollbacks

@@ -7,17 +7,15 @@ from pathlib import Path
 
 from ..config.schema import Config
 from ..rundir import JOURNAL
-from .journal import Journal
-from .sink import Sink, StepRecord, Telemetry
+from .journal import Journal, JournalFile
+from .sink import ResumePoint, Sink, StepRecord, Telemetry
 
-__all__ = ["StepRecord", "Telemetry", "open_telemetry"]
+__all__ = ["JournalFile", "ResumePoint", "StepRecord", "Telemetry", "open_telemetry"]
 
 
-def open_telemetry(config: Config, run_dir: Path | None) -> Telemetry:
-    """The sinks the config asks for; none on ranks that have no run directory."""
-    if run_dir is None:
-        return Telemetry([])
-    journal = open(run_dir / JOURNAL, "x", encoding="utf-8")  # noqa: SIM115 (the journal closes it when the run ends)
+def open_telemetry(config: Config, run_dir: Path, resume: ResumePoint | None) -> tuple[Telemetry, JournalFile]:
+    """The sinks the config asks for, and the file of the journal."""
+    journal = JournalFile(run_dir / JOURNAL, None if resume is None else resume.journal_position)
     sinks: list[Sink] = [Journal(journal)]
     mode = config.logging.console
     if mode == "json":
@@ -29,5 +27,5 @@ def open_telemetry(config: Config, run_dir: Path | None) -> Telemetry:
     if config.logging.tensorboard:
         from .tensorboard import TensorBoard
 
-        sinks.append(TensorBoard(run_dir, config.loop.log_every))
-    return Telemetry(sinks)
+        sinks.append(TensorBoard(run_dir, config.loop.log_every, resume))
+    return Telemetry(sinks), journal

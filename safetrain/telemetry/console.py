@@ -32,8 +32,13 @@ class Console(Sink):
             f"guards: {', '.join(about['guards']) or 'none'}",  # type: ignore[arg-type]
             "bold",
         )
+        if about.get("resumed") is not None:
+            self._say(f"resumed: {about['resumed']}", "bold")
         self._say(f"run directory: {about['run_dir']}")
         self._since = time.perf_counter()
+
+    def noted(self, text: str) -> None:
+        self._say(f"note: {text}", "yellow")
 
     def stepped(self, record: StepRecord) -> None:
         self._steps_since += 1
@@ -59,16 +64,23 @@ class Console(Sink):
     def incident(self, incident: Incident) -> None:
         self._say(incident.render(), "yellow" if incident.decision.action in ("skip", "commit") else "bold red")
 
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        self._say(f"rolled back to the state of step {to_step} ({source}); {num_committed} steps committed", "bold red")
+
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         shown = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if name != "step")
         self._say(f"eval at step {int(metrics['step'])}:  {shown}{'  (best)' if is_best else ''}", "cyan")
 
     def finished(self, result: FitResult) -> None:
-        style = {"done": "green"}.get(result.status, "bold red")
+        style = {"done": "green", "paused": "yellow"}.get(result.status, "bold red")
         numbers = f"{result.steps} steps committed, {result.skipped} skipped"
         if result.overflows:
             numbers += f" ({result.overflows} of them fp16 scaler overflows)"
         self._say(f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {result.seconds:.1f} s", style)
+        if kept := result.snapshots:
+            self._say(
+                f"snapshots for rollback: {kept['num_taken']} taken in {kept['seconds']:.2f} s, {kept['bytes'] / 2**20:.1f} MB of memory"
+            )
         if result.incidents:
             steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
             self._say(f"incidents: {len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents")

@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Protocol
 
 from ..files import to_json
 from ..incident import Incident
 from ..result import FitResult
 from .sink import Sink, StepRecord
 
+MAX_PENDING = 64 * 2**20
+
+
+class Stream(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JournalFile:
+    """Lines at the end of a file. A write that fails (full disk) is tried again with the next line; nothing is torn."""
+
+    def __init__(self, path: Path, resume_at: int | None = None) -> None:
+        """A new file, or one whose first `resume_at` bytes stay: what follows was not part of the state resumed from."""
+        self._pending = bytearray()
+        self._failing = False
+        self.num_missing = 0
+        """Bytes that the file should have had and did not."""
+        if resume_at is None:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self._written = 0
+            return
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        self._written = resume_at if size >= resume_at else self._end_of_last_line(size)
+        self.num_missing = resume_at - self._written
+        os.ftruncate(self._descriptor, self._written)
+        os.lseek(self._descriptor, self._written, os.SEEK_SET)
+
+    def _end_of_last_line(self, size: int) -> int:
+        return os.pread(self._descriptor, size, 0).rfind(b"\n") + 1
+
+    @property
+    def position(self) -> int:
+        return self._written + len(self._pending)
+
+    def write(self, text: str) -> None:
+        self._pending += text.encode()
+
+    def flush(self) -> None:
+        try:
+            while self._pending:
+                num_written = os.write(self._descriptor, self._pending)
+                self._written += num_written
+                del self._pending[:num_written]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                self._failing = True
+                logging.getLogger("safetrain").warning("the journal cannot be written, which is tried again: %s", error)
+            if len(self._pending) > MAX_PENDING:
+                raise
+
+    def sync(self) -> None:
+        """Down to the disk."""
+        self.flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._descriptor)
+
 
 class Journal(Sink):
-    def __init__(self, stream: TextIO, *, close: bool = True) -> None:
+    def __init__(self, stream: Stream, *, close: bool = True) -> None:
         self._stream, self._close = stream, close
 
     def _write(self, event: str, **fields: Any) -> None:
@@ -20,7 +87,10 @@ class Journal(Sink):
         self._stream.flush()
 
     def started(self, about: Mapping[str, object]) -> None:
-        self._write("start", **about)
+        self._write("start" if about.get("resumed") is None else "resume", **about)
+
+    def noted(self, text: str) -> None:
+        self._write("note", text=text)
 
     def stepped(self, record: StepRecord) -> None:
         view = record.view
@@ -51,8 +121,15 @@ class Journal(Sink):
     def incident(self, incident: Incident) -> None:
         self._write("incident", **incident.to_dict())
 
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        self._write("rollback", to_step=to_step, committed=num_committed, source=source)
+
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._write("eval", **metrics, best=is_best)
+
+    def sync(self) -> None:
+        if isinstance(self._stream, JournalFile):
+            self._stream.sync()
 
     def finished(self, result: FitResult) -> None:
         summary = result.summary()

@@ -23,16 +23,32 @@ class StepRecord:
     epoch: int
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where the records of a run are taken up again; what they hold beyond is of steps that will be made again."""
+
+    step: int = 0
+    journal_position: int = 0
+    num_skipped: int = 0
+
+
 class Sink:
     """Receives everything; a subclass keeps what it wants."""
 
     def started(self, about: Mapping[str, object]) -> None: ...
 
+    def noted(self, text: str) -> None: ...
+
     def stepped(self, record: StepRecord) -> None: ...
 
     def incident(self, incident: Incident) -> None: ...
 
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None: ...
+
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None: ...
+
+    def sync(self) -> None:
+        """Whatever was told so far is to be on disk: a checkpoint of this moment is being written."""
 
     def finished(self, result: FitResult) -> None: ...
 
@@ -47,6 +63,10 @@ class Telemetry(Sink):
         for sink in self.sinks:
             sink.started(about)
 
+    def noted(self, text: str) -> None:
+        for sink in self.sinks:
+            sink.noted(text)
+
     def stepped(self, record: StepRecord) -> None:
         for sink in self.sinks:
             sink.stepped(record)
@@ -55,9 +75,17 @@ class Telemetry(Sink):
         for sink in self.sinks:
             sink.incident(incident)
 
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        for sink in self.sinks:
+            sink.rolled_back(to_step, num_committed, source)
+
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         for sink in self.sinks:
             sink.evaluated(metrics, is_best)
+
+    def sync(self) -> None:
+        for sink in self.sinks:
+            sink.sync()
 
     def finished(self, result: FitResult) -> None:
         for sink in self.sinks:

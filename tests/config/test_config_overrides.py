@@ -16,6 +16,7 @@ from safetrain import ConfigError
 from safetrain.config import Config, load_config
 from safetrain.config.fields import fields_of
 from safetrain.guards import REGISTRY
+from safetrain.options import config_attribute
 
 
 def problem_of(*overrides: str, source: object = None) -> str:
@@ -159,7 +160,7 @@ FIELDS = {
 def value_at(config: Config, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
+        value = value[part] if isinstance(value, dict) else getattr(value, config_attribute(part))
     return value
 
 

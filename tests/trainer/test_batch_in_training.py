@@ -72,9 +72,10 @@ def test_a_label_that_makes_the_loss_raise_is_a_refused_step(make_trainer):
 
 
 def test_labels_that_are_always_wrong_stop_the_run_with_the_diagnosis(make_trainer):
+    config = {**ON, "recovery": {"heal": []}}
+    trainer = make_trainer(classifier(), loss_fn=classify, train_data=labelled(20, bad=range(20)), config=config)
     with pytest.raises(TrainingStopped) as stopped:
-        config = {**ON, "recovery": {"heal": []}}
-        make_trainer(classifier(), loss_fn=classify, train_data=labelled(20, bad=range(20)), config=config).fit()
+        trainer.fit()
     assert any("outside the 3 classes" in reason for reason in stopped.value.incident.decision.reasons)
 
 

@@ -130,12 +130,43 @@ def test_deferred_reads_happen_once_in_n_steps(make_trainer, monkeypatch):
 def test_backoff_and_escalation_work_on_deferred_steps(make_trainer):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    config = {"loop": {"host_read_every": 4}, "guards": {"finite": {"max_consecutive": 6}}}
+    config = {
+        "loop": {"host_read_every": 4},
+        "guards": {"finite": {"max_consecutive": 6}},
+        "recovery": {"max_refusals": 20},
+    }
     trainer = make_trainer(model, optimizer=optimizer, train_data=make_batches(40, bad=range(10, 40)), config=config)
-    with pytest.raises(TrainingStopped) as stopped:
+    with pytest.raises(TrainingStopped, match="max_refusals is 20") as stopped:
         trainer.fit()
-    assert stopped.value.incident.step == 15
+    reasons = [" ".join(incident.decision.reasons) for incident in stopped.value.result.incidents]
+    assert ["the data is at fault" in reason for reason in reasons] == [False] * 5 + [True] * 16
+    assert [incident.step for incident in stopped.value.result.incidents] == list(range(10, 31))
     assert stopped.value.result.steps == 10
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_deferred_rollback_undoes_the_steps_after_it_too(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+    class Spoiling(SafeTrainer):
+        spoilt = False
+
+        def on_commit(self, view):
+            if view.step == 9 and not self.spoilt:
+                self.spoilt = True
+                with torch.no_grad():
+                    self.model[4].weight[0, 0] = math.nan
+
+    config = {"loop": {"host_read_every": 4}, "checkpoint": {"snapshot_every": 5, "trust_after": 2}}
+    trainer = make_trainer(
+        model, Spoiling, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(40), config=config
+    )
+    result = trainer.fit()
+    assert result.rollbacks == 1
+    assert result.attempted == 40
+    assert scheduler.last_epoch == result.steps
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 

@@ -192,16 +192,21 @@ def test_the_budget_bounds_refusals_over_the_run(make_trainer, budget):
     assert stopped.value.incident.trigger.guard == "finite"
 
 
-def test_a_parameter_that_turns_bad_stops_the_run_and_is_named(make_trainer):
+def test_a_parameter_that_turns_bad_is_named_and_the_run_goes_back(make_trainer):
     class Spoiling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 3:
                 with torch.no_grad():
                     self.model[4].weight[0, 0] = math.nan
 
-    with pytest.raises(TrainingStopped, match=r"4\.weight \(1 NaN of 16 values\)") as stopped:
-        make_trainer(None, Spoiling, train_data=make_batches(20)).fit()
-    assert stopped.value.incident.step == 4
+    result = make_trainer(None, Spoiling, train_data=make_batches(20)).fit()
+    (incident,) = result.incidents
+    assert (incident.step, incident.decision.action, result.rollbacks) == (4, "rollback", 1)
+    assert "4.weight (1 NaN of 16 values)" in incident.decision.reasons[0]
+    assert result.steps == 15  # 4 committed steps were undone, and the batch of the refused one was passed
+    config = {"checkpoint": {"snapshot_every": None, "enabled": False}}
+    with pytest.raises(TrainingStopped, match="there is no snapshot"):
+        make_trainer(None, Spoiling, train_data=make_batches(20), config=config).fit()
 
 
 def test_optimizer_state_is_checked_every_n_steps_although_the_loss_stays_finite(make_trainer):
@@ -210,12 +215,10 @@ def test_optimizer_state_is_checked_every_n_steps_although_the_loss_stays_finite
             if view.step == 3:
                 self.optimizer.state[self.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
 
-    with pytest.raises(TrainingStopped, match=r"optimizer exp_avg_sq of 0\.weight") as stopped:
-        make_trainer(
-            None, Spoiling, train_data=make_batches(20), config={"guards": {"finite": {"state_every": 6}}}
-        ).fit()
-    assert stopped.value.incident.step == 6
-    assert stopped.value.incident.trigger.signal == "state"
+    config = {"guards": {"finite": {"state_every": 6}}}
+    (incident,) = make_trainer(None, Spoiling, train_data=make_batches(20), config=config).fit().incidents
+    assert (incident.step, incident.trigger.signal, incident.decision.action) == (6, "state", "rollback")
+    assert "optimizer exp_avg_sq of 0.weight" in incident.decision.reasons[0]
 
 
 def test_bad_state_is_never_saved(make_trainer):
@@ -228,7 +231,8 @@ def test_bad_state_is_never_saved(make_trainer):
     trainer = make_trainer(None, Spoiling, train_data=make_batches(5))
     with pytest.raises(TrainingStopped, match=r"not saved: 0\.bias"):
         trainer.fit()
-    assert not (trainer.run.dir / "checkpoints").exists()
+    saved = {path.name for path in (trainer.run.dir / "checkpoints").iterdir()}
+    assert saved == {"step-00000000", "last"}  # the state that the run began with
 
 
 def test_a_learning_rate_of_nan_is_never_applied(make_trainer):

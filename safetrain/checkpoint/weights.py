@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-from .ema import Ema
-from .files import replacing
+from ..ema import Ema
+from ..files import replacing
 
 
 def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:

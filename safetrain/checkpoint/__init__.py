@@ -1,0 +1,10 @@
+"""The training state on disk: written whole or not at all, and verified before it is believed."""
+
+from __future__ import annotations
+
+from .manifest import Damaged, Manifest, UnknownSchema
+from .saver import Saver
+from .store import BadState, CheckpointStore, Loaded
+from .weights import save_weights
+
+__all__ = ["BadState", "CheckpointStore", "Damaged", "Loaded", "Manifest", "Saver", "UnknownSchema", "save_weights"]

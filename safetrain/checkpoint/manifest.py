@@ -1,0 +1,104 @@
+"""`manifest.json` of a checkpoint: what it is, and the size and checksum of each of its files and of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..files import to_json
+
+SCHEMA = 1
+NAME = "manifest.json"
+
+
+class Damaged(Exception):
+    """A checkpoint that is not as it was written; the message says what is wrong with it."""
+
+
+class UnknownSchema(Damaged):
+    """A sound checkpoint of a format that this version does not know."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    """Attempted steps before it."""
+    num_committed: int
+    epoch: int
+    time: str
+    version: str
+    """Of safetrain."""
+    metric: float | None = None
+    """`loop.monitor` of an evaluation at this very step."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`bytes` and `xxh3_128` of each file, by its name."""
+    schema: int = SCHEMA
+
+    def render(self) -> str:
+        body = dataclasses.asdict(self)
+        if self.metric is not None:
+            body["metric"] = repr(self.metric)  # as text: it comes back bit for bit, also if infinite
+        return _sealed(body)
+
+    def verify_files(self, directory: Path) -> None:
+        """Compare every file with what was written. Raises Damaged."""
+        for name, expected in self.files.items():
+            path = directory / name
+            try:
+                if (size := path.stat().st_size) != expected["bytes"]:
+                    raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
+                if checksum(path) != expected["xxh3_128"]:
+                    raise Damaged(f"{name} is not what was written (its checksum differs)")
+            except OSError as error:
+                raise Damaged(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises Damaged, or UnknownSchema when it is sound but of another format."""
+    try:
+        text = (directory / NAME).read_bytes().decode()
+        body = json.loads(text)
+        sound = isinstance(body, dict) and _sealed({k: v for k, v in body.items() if k != "checksum"}) == text
+    except OSError as error:
+        raise Damaged(f"{NAME} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{NAME} is not valid JSON") from error
+    if not sound:
+        raise Damaged(f"{NAME} is not what was written (its checksum differs)")
+    if body.get("schema") != SCHEMA:
+        raise UnknownSchema(
+            f"its format has the version {body.get('schema')} (written by safetrain {body.get('version')}), and this safetrain "
+            f"knows only {SCHEMA}"
+        )
+    try:
+        fields = {f.name: body[f.name] for f in dataclasses.fields(Manifest)}
+        metric = fields.pop("metric")
+        manifest = Manifest(**fields, metric=None if metric is None else float(metric))
+        names_are_plain = all(Path(name).name == name for name in manifest.files)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{NAME} is incomplete: {error!r}") from error
+    if not names_are_plain:
+        raise Damaged(f"{NAME} names files outside its directory")
+    return manifest
+
+
+def checksum(path: Path) -> str:
+    """XXH3 of a file: 128 bits, and fast enough not to be noticed beside the writing."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return xxhash.xxh3_128(b"").hexdigest()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return xxhash.xxh3_128(content).hexdigest()
+
+
+def _sealed(body: dict[str, Any]) -> str:
+    """JSON with its own checksum inside. Rendering is canonical, so that every bit of the file counts."""
+    digest = xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return to_json({**dict(sorted(body.items())), "checksum": digest}, indent=1) + "\n"

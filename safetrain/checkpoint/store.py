@@ -1,0 +1,271 @@
+"""A directory of checkpoints.
+
+    checkpoints/step-00000500/   model.safetensors  the model's weights and buffers, by the names of its state_dict
+                                 ema.safetensors    their moving average, if there is one
+                                 training.safetensors, state.pt    the rest of the training state
+                                 manifest.json      sizes and checksums
+    checkpoints/last, best       links to the newest, and to the best by `loop.monitor`
+
+A checkpoint is written beside its final place, flushed to disk and renamed; what has the final name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..audit import problems_of
+from ..errors import CheckpointError
+from ..state import TrainState
+from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
+
+STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?$")
+OWN_FILE = {"model": "model.safetensors", "ema": "ema.safetensors"}
+OTHERS, REST = "training.safetensors", "state.pt"
+STORABLE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+"""Types of safetensors; tensors of others are kept with the rest."""
+
+
+class BadState(Exception):
+    """The state is not finite and was not saved; `problems` names the tensors."""
+
+    def __init__(self, problems: dict[str, str]) -> None:
+        super().__init__(", ".join(f"{name} ({problem})" for name, problem in list(problems.items())[:5]))
+        self.problems = problems
+
+
+@dataclass
+class Loaded:
+    path: Path
+    manifest: Manifest
+    state: TrainState
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Newer checkpoints that could not be used, with the reason."""
+
+
+class CheckpointStore:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def paths(self) -> list[Path]:
+        """All that have a final name, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        found = [(STEP.match(path.name), path) for path in self.directory.iterdir() if not path.is_symlink()]
+        numbered = [((int(match[1]), int(match[2] or 0)), path) for match, path in found if match and path.is_dir()]
+        return [path for _, path in sorted(numbered)]
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def write(self, state: TrainState, about: dict[str, Any]) -> Path:
+        """A new checkpoint; returns when it is safely on disk. Raises OSError, or BadState for a state that is not finite."""
+        if not self.directory.parent.is_dir():
+            raise FileNotFoundError(f"the run directory {self.directory.parent} is gone")
+        self.directory.mkdir(exist_ok=True)
+        final = self._free_name(about["step"])
+        temporary = self.directory / f".{final.name}.{os.getpid()}.tmp"
+        try:
+            temporary.mkdir()
+            with ThreadPoolExecutor(1) as beside:
+                audit = beside.submit(problems_of, state)
+                files = _write_files(temporary, state)
+                if problems := audit.result():
+                    raise BadState(problems)
+            _write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
+            _sync_directory(temporary)
+            os.rename(temporary, final)
+            _sync_directory(self.directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
+    def _free_name(self, step: int) -> Path:
+        path, again = self.directory / f"step-{step:08d}", 0
+        while path.exists():
+            again += 1
+            path = self.directory / f"step-{step:08d}-{again}"
+        return path
+
+    def point(self, link: str, target: Path) -> None:
+        """Make `link` name a checkpoint, at once and for good. File systems without links go without."""
+        temporary = self.directory / f".{link}.{os.getpid()}.tmp"
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(target.name)
+            os.replace(temporary, self.directory / link)
+
+    def rotate(self, keep: Callable[[list[tuple[Path, Manifest]]], set[Path]]) -> None:
+        """Remove all but what `keep` chooses out of the sound ones, oldest first, and never the newest of them.
+
+        What is damaged is left for people to look at. Nothing is removed unless the newest still is as it was written.
+        """
+        sound = []
+        for path in self.paths():
+            with contextlib.suppress(Damaged):
+                sound.append((path, read_manifest(path)))
+        if not sound:
+            return
+        newest, manifest = sound[-1]
+        kept = keep(sound) | {newest, *self._linked()}
+        doomed = [path for path, _ in sound if path not in kept]
+        if doomed:
+            try:
+                manifest.verify_files(newest)
+            except Damaged:
+                return
+        for path in doomed:
+            # First out of the way, so that nothing half removed is ever taken for a checkpoint.
+            with contextlib.suppress(OSError):
+                gone = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+                os.rename(path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _linked(self) -> Iterable[Path]:
+        for link in ("last", "best"):
+            with contextlib.suppress(OSError):
+                yield self.directory / os.readlink(self.directory / link)
+
+    def clean(self) -> None:
+        """Remove what a killed process left half done. Only for who holds the run's lock."""
+        for path in self.directory.glob(".*.tmp") if self.directory.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Take damaged checkpoints out of the row, under the name `step-….damaged`."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.rename(self.directory / name, self.directory / f"{name}.damaged")
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def load(self, path: Path) -> Loaded:
+        """Verified first. Raises Damaged."""
+        manifest = read_manifest(path)
+        manifest.verify_files(path)
+        try:
+            rest = torch.load(path / REST, map_location="cpu", weights_only=True)
+            tensors = rest.pop("tensors")
+            for part, name in OWN_FILE.items():
+                if name in manifest.files:
+                    tensors |= {f"{part}/{key}": tensor for key, tensor in load_file(path / name).items()}
+            tensors |= load_file(path / OTHERS)
+        except (
+            pickle.UnpicklingError,
+            SafetensorError,
+            RuntimeError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Damaged(f"it cannot be loaded: {what}") from error
+        return Loaded(path, manifest, TrainState(tensors, rest))
+
+    def load_newest(self) -> Loaded | None:
+        """The newest that verifies; None if there is none at all. Raises CheckpointError if there are only unusable ones."""
+        passed_over: dict[str, str] = {}
+        for path in reversed(self.paths()):
+            try:
+                loaded = self.load(path)
+            except UnknownSchema as problem:
+                raise CheckpointError(
+                    f"{path} cannot be used: {problem}.\nTo fix: use the version of safetrain that wrote it, or a newer one."
+                ) from problem
+            except Damaged as problem:
+                passed_over[path.name] = str(problem)
+                continue
+            loaded.passed_over = passed_over
+            return loaded
+        if passed_over:
+            reasons = "\n".join(f"  {name}: {reason}" for name, reason in passed_over.items())
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} can be used:\n{reasons}\n"
+                "To fix: restore one from a backup, or start a new run in another directory."
+            )
+        return None
+
+
+def _write_files(directory: Path, state: TrainState) -> dict[str, dict[str, Any]]:
+    """Every file but the manifest, flushed to disk; returns their sizes and checksums."""
+    others = {name: t for name, t in state.tensors.items() if name.partition("/")[0] not in OWN_FILE}
+    groups = {file: state.part(part) for part, file in OWN_FILE.items()} | {OTHERS: others}
+    odd: dict[str, Tensor] = {}
+    files = {}
+    with ThreadPoolExecutor(1) as beside:
+        for file, tensors in groups.items():
+            if not tensors and file != OTHERS:
+                continue
+            prefix = "" if file == OTHERS else f"{file.partition('.')[0]}/"
+            storable = {name: t for name, t in tensors.items() if t.dtype in STORABLE and t.layout is torch.strided}
+            odd |= {prefix + name: t.cpu() for name, t in tensors.items() if name not in storable}
+            try:
+                save_file(_apart(storable), directory / file)
+            except SafetensorError as error:
+                raise OSError(f"{directory / file}: {error}") from error
+            files[file] = _seal(directory / file, beside)
+        buffer = io.BytesIO()
+        torch.save({**state.rest, "tensors": odd}, buffer)
+        _write_bytes(directory / REST, buffer.getvalue(), sync=False)
+        files[REST] = _seal(directory / REST, beside)
+    return files
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each in the host's memory and in memory of its own, as safetensors wants them."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return result
+
+
+def _seal(path: Path, beside: ThreadPoolExecutor) -> dict[str, Any]:
+    """Flush a file to disk, and compute its checksum meanwhile."""
+    with open(path, "rb+") as file:
+        flushed = beside.submit(os.fsync, file.fileno())
+        sealed = {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": checksum(path)}
+        flushed.result()
+    return sealed
+
+
+def _write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """What was created or renamed in it survives a power cut. Not every system can do that."""
+    with contextlib.suppress(PermissionError, NotImplementedError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
