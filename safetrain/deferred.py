@@ -139,7 +139,7 @@ class DeferredCommits:
             decision = self._decide(view, bool(was_bad), each.lr_scale)
             if decision.action is Action.COMMIT:
                 num_committed += 1
-                trainer._last_good = each.window, view.loss
+                trainer._remember_good(each.window, view.loss)
                 trainer.committed(view, decision)
             else:
                 action = trainer.refused(view, decision, each.window, each.random_state, is_late=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .errors import UsageError
 from .guards import Guard
 from .incident import Incident
 from .patches import Patches
-from .recovery import Ladder
+from .recovery import Ladder, LastGood
 from .rng import seed_everything
 from .transaction import Transaction
 from .view import StepView
@@ -81,7 +81,7 @@ class TrainerParts:
         self.transaction = Transaction(self.model)
         self.ladder = Ladder(self.config.recovery)
         self.patches = Patches()
-        self._last_good: tuple[Sequence[Any], float] | None = None
+        self.last_good: LastGood | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)

@@ -28,7 +28,7 @@ from .hooks import check_hooks
 from .keeper import Keeper
 from .measure import Measurement
 from .parts import TrainerParts
-from .recovery import Case
+from .recovery import Case, LastGood
 from .recovery.bench import Workbench
 from .result import FitResult
 from .rng import RandomState
@@ -205,7 +205,7 @@ class SafeTrainer(TrainerParts):
         if self.ema is not None:
             self.ema.update()
         self._clear_gradients()
-        self._last_good = window, view.loss
+        self._remember_good(window, view.loss)
         self.committed(view, decision)
 
     def committed(self, view: StepView, decision: Decision) -> None:
@@ -214,6 +214,9 @@ class SafeTrainer(TrainerParts):
             guard.learn(view, decision)
         self.run.stepped(view, decision, "commit", self.stream.epoch)
         self.on_commit(view)
+
+    def _remember_good(self, window: Sequence[Any], loss: float) -> None:
+        self.last_good = LastGood(window, loss) if self.last_good is None else self.last_good.followed_by(window, loss)
 
     def _undo(self, view: StepView) -> None:
         """As if the step had never been: what its forward pass wrote, the loss scale, the gradients."""

@@ -97,17 +97,18 @@ class Workbench:
         shares = trainer.engine.share(torch.stack(finite).float()).tolist()
         return [index for index, share in enumerate(shares) if share < 1.0]
 
-    def state_is_sound(self) -> bool | None:
-        """Does the last good window still give about the loss it gave? None when there is none yet."""
+    def state_problem(self) -> str | None:
+        """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
         trainer = self._trainer
-        if trainer._last_good is None:
-            return None
-        window, before = trainer._last_good
+        if trainer.last_good is None:
+            return "no step was committed yet, so there is no good batch to tell bad data from a bad state"
         with torch.no_grad(), undisturbed_rng():
-            losses = [trainer._forward(batch)[0] for batch in window]
+            losses = [trainer._forward(batch)[0] for batch in trainer.last_good.window]
         trainer.transaction.restore()
-        now = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
-        return math.isfinite(now) and now <= before + 0.5 * abs(before) + 1e-6
+        loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
+        if trainer.last_good.is_as_good(loss):
+            return None
+        return f"the last good batch has become bad too (loss {loss:.4g}): the state is at fault, not the data"
 
     def roll_back(self, case: Case, to: str) -> str | None:
         """Go back, with the data cursor past this step; says where to, or None when there is nothing to go back to."""

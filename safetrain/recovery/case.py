@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..history import Recent
 from ..incident import Incident
 from ..rng import RandomState
 from ..verdict import Action, Decision
@@ -71,6 +72,31 @@ class Case:
         return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
 
 
+class LastGood:
+    """The window committed last, and the losses of the steps committed lately."""
+
+    def __init__(self, window: Sequence[Any], loss: float) -> None:
+        self.window = window
+        self.losses = Recent(20, [loss])
+        self.first = self.lowest = loss
+
+    def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
+        self.window = window
+        self.losses.add(loss)
+        self.lowest = min(self.lowest, loss)
+        return self
+
+    def is_as_good(self, loss: float) -> bool:
+        """Whether the window's loss now is within what was usual lately; never for NaN."""
+        usual = self.losses.largest
+        return loss <= usual + 0.5 * abs(usual) + 1e-6
+
+    @property
+    def nothing_learned(self) -> bool:
+        """No committed step had a lower loss than the first."""
+        return self.lowest >= self.first
+
+
 @dataclass(frozen=True)
 class Settlement:
     """What was done in the end."""
@@ -92,8 +118,8 @@ class Bench(Protocol):
     def bad_micro_batches(self, case: Case) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""
 
-    def state_is_sound(self) -> bool | None:
-        """Does the last good batch still give about the loss it gave? None when there is none yet."""
+    def state_problem(self) -> str | None:
+        """What shows that the state is at fault: the last good batch no longer gives a good loss. None when it does."""
 
     def roll_back(self, case: Case, to: str) -> str | None:
         """Go back to the newest `trusted` snapshot (an older one if that did not help), the newest checkpoint on `disk`, or the
