@@ -364,6 +364,7 @@ def test_no_autocast_in_fp32():
         ("LayerNorm", ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm", "norm"]),
         ("Lin*", ["blocks.0.fc", "blocks.1.fc", "blocks.2.fc", "head"]),
         ("Net", [""]),
+        ("????", ["norm", "head"]),
     ],
 )
 def test_globs_match_names_and_types(glob, names):
