@@ -211,7 +211,9 @@ class SafeTrainer(TrainerParts):
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
-        if self.engine.world_size > 1 or isinstance(error, SafetrainError):
+        if isinstance(error, SafetrainError):
+            return False  # it says itself what to do
+        if self.engine.world_size > 1:
             return False  # the other ranks are in a collective that this one has left
         self._settle()
         scale = self.engine.loss_scale()
