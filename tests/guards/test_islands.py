@@ -186,6 +186,12 @@ def test_a_pickled_island_loads_as_a_model_that_works():
     loaded = torch.load(file, weights_only=False)
     x = torch.randn(2, 8)
     assert torch.equal(loaded(x), model(x))
+    assert islands_of(loaded) == []
+    assert under_bf16(loaded, x).dtype == BF16
+    remove = island(loaded.head)
+    assert under_bf16(loaded, x).dtype == torch.float32
+    remove()
+    assert under_bf16(loaded, x).dtype == BF16
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
