@@ -165,7 +165,7 @@ class SafeTrainer(TrainerParts):
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged. Refusals are bounded by a budget, and nothing bad is accepted when it is spent."""
         verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
-        if view.error is not None:
+        if view.error is not None and not any(str(view.error) in verdict.reason for _, verdict in verdicts):
             verdicts.append(("loop", Verdict(Action.SKIP, reason=f"{type(view.error).__name__}: {view.error}")))
         decision = merge(verdicts)
         if decision.action is Action.COMMIT:
