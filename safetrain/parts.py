@@ -32,6 +32,8 @@ class TrainerParts:
 
     _deferred: DeferredCommits | None = None
     _evaluated_at = 0
+    careful_steps = 0
+    """Committed steps whose update is still to be checked before it counts, because one has ruined the state before."""
 
     def __init__(
         self,

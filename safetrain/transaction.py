@@ -86,6 +86,12 @@ class Transaction:
         found = ((path, saved) for (path, _, _), saved in zip(self._slots, self._saved, strict=True))
         return [(path, buffer) for path, buffer in found if self._is_watched(path, buffer)]
 
+    def exempt_bad_buffers(self) -> list[str]:
+        """No longer watch the buffers that are not finite now; their names."""
+        names = [path for path, buffer in self.buffers_now() if not _is_finite(buffer)]
+        self.born_bad.update(names)
+        return names
+
     def _is_watched(self, path: str, buffer: Tensor) -> bool:
         return buffer.is_floating_point() and path not in self.born_bad
 

@@ -59,7 +59,8 @@ class Spike(Guard):
             return Verdict(
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
-        evidence = {"signal": signal, "value": value, "usual": self.losses.center}
+        is_early = len(self.losses) < self.config.warmup_steps
+        evidence = {"signal": signal, "value": value, "usual": self.losses.center, "early": is_early}
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
             return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})

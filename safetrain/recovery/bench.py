@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,20 +28,27 @@ class Workbench:
         """The first incident at each place in the source, by which remedies were tried."""
 
     def investigate(self, case: Case) -> None:
-        """Keep what a replay needs, and find out what went wrong in the step; the answers are put into its incident."""
-        trainer, incident = self._trainer, case.incident
-        options = trainer.config.forensics
-        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
-        if (directory := trainer.run.open_bundle(incident)) is not None:
-            state = trainer.model.state_dict()
-            write_replay(directory, case.window, case.random_state, state, facts, options.max_bundle_mb)
-        value = incident.trigger.value
-        if not isinstance(value, float) or math.isfinite(value):
+        """Find out what went wrong in the step; the answers are put into its incident."""
+        incident = case.incident
+        if not case.has_non_finite_number:
             incident.cause.explanation = "every number of the step is finite, so there is no first bad operation"
         elif case.is_late:
             incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"
-        elif options.enabled:
+        elif self._trainer.config.forensics.enabled:
             self._diagnose(case)
+
+    def keep_replay(self, case: Case) -> None:
+        """Write down what a replay needs, before anything moves."""
+        trainer = self._trainer
+        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
+        directory = trainer.run.open_bundle(case.incident)
+        if directory is None:
+            return
+        max_mb = trainer.config.forensics.max_bundle_mb
+        try:
+            write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
+        except OSError as error:  # a full disk must not end a run that survived worse
+            trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
         trainer, incident = self._trainer, case.incident
@@ -63,21 +69,39 @@ class Workbench:
         diagnosis = diagnose(step, effort)
         diagnosis.fill(incident)
         case.notes["micro_batch"] = diagnosis.micro_batch
+        case.notes["healthy"] = diagnosis.healthy
         if diagnosis.origin.op is not None:
             first = self._known.setdefault(_place(diagnosis.origin), incident.id)
             if first != incident.id:
                 incident.cause.explanation += f" (the operation of incident {first} again)"
 
+    def absolve(self, case: Case) -> bool:
+        """Commit a step whose only blemish is a buffer that nothing depends on (a metric, say), and watch it no longer."""
+        trainer = self._trainer
+        if case.is_late or not case.notes.get("healthy") or case.incident.trigger.signal != "buffers":
+            return False
+        trainer.transaction.rewind()
+        trainer._attempt(case.window)
+        names = trainer.transaction.exempt_bad_buffers()
+        trainer._undo(case.view)
+        if not names or not self.try_again(case, case.window):
+            return False
+        trainer.run.warn(f"step {case.view.step}: {', '.join(names)} is not finite; nothing depends on it, so it is not watched")
+        return True
+
     def try_again(self, case: Case, window: Sequence[Any]) -> bool:
         """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
         trainer = self._trainer
         trainer.transaction.rewind()
-        measurement, limits = trainer._attempt(window)
+        try:
+            measurement, limits = trainer._attempt(window)
+        except Exception:  # what made the step raise the first time does so again: no help, and told already
+            trainer._undo(case.view)
+            return False
         view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
         decision = trainer._judge(view)
         if decision.action is Action.COMMIT and not view.scaler_overflow:
-            trainer._commit(measurement, view, decision, window)
-            return True
+            return trainer._commit(measurement, view, decision, window)
         trainer._undo(view)
         return False
 
@@ -96,6 +120,9 @@ class Workbench:
             trainer.transaction.restore()
         shares = trainer.engine.share(torch.stack(finite).float()).tolist()
         return [index for index, share in enumerate(shares) if share < 1.0]
+
+    def has_good_batch(self) -> bool:
+        return self._trainer.last_good is not None
 
     def state_problem(self) -> str | None:
         """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
@@ -120,6 +147,8 @@ class Workbench:
             step = trainer.rollback(to)
         except CheckpointError:
             return None
+        if case.has_bad_state:
+            trainer.careful_steps = 20  # an update may have done it: see which
         lost = before - trainer.run.result.steps
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 

@@ -43,19 +43,37 @@ class Case:
     """The step lies some steps back (`loop.host_read_every`), so it cannot be tried again."""
     is_step: bool = True
     """False: the state was found to be wrong between two steps."""
+    nothing_learned: bool = False
+    """No committed step had a lower loss than the first one."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What the investigation found that rungs need and an incident does not tell."""
 
     @property
     def is_non_finite(self) -> bool:
         """Some number of the step itself is NaN or Inf, while the state before it was fine."""
-        value = self.incident.trigger.value
-        bad = isinstance(value, float) and not math.isfinite(value)
-        return bad and not any("bad_state" in v.evidence for v in self.decision.verdicts.values())
+        return self.has_non_finite_number and not self.has_bad_state
+
+    @property
+    def has_non_finite_number(self) -> bool:
+        values = (self.view.loss, self.view.grad_norm, *self.view.signals.values(), self.incident.trigger.value)
+        return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+    @property
+    def has_bad_state(self) -> bool:
+        return any("bad_state" in v.evidence for v in self.decision.verdicts.values())
 
     @property
     def wants_restart(self) -> bool:
-        return any(v.evidence.get("restart") for v in self.decision.verdicts.values())
+        """Training has led nowhere yet, so there is nothing to go back to but the beginning."""
+        if any(v.evidence.get("restart") or v.evidence.get("early") for v in self.decision.verdicts.values()):
+            return True
+        return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data
+
+    @property
+    def num_restarts(self) -> int:
+        """How many times the learning rate is to be lowered by a restart: twice if the loss grew a millionfold."""
+        usual = [v.evidence["usual"] for v in self.decision.verdicts.values() if "usual" in v.evidence]
+        return 2 if any(self.view.loss > 1e6 * abs(level) for level in usual) else 1
 
     @property
     def needs_probe(self) -> bool:
@@ -65,9 +83,7 @@ class Case:
 
     @property
     def is_fault_of_data(self) -> bool:
-        """A sample or a formula is at fault, or chance; not the way training goes. Unknown causes are not."""
-        if self.decision.action is Action.SKIP and not self.is_non_finite:
-            return True  # a single finite outlier
+        """A sample or a formula is known to be at fault, or chance; not the way training goes."""
         transient = self.incident.replay.reproduced is False
         return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
 
@@ -117,6 +133,9 @@ class Bench(Protocol):
 
     def bad_micro_batches(self, case: Case) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""
+
+    def has_good_batch(self) -> bool:
+        """Was any step committed yet?"""
 
     def state_problem(self) -> str | None:
         """What shows that the state is at fault: the last good batch no longer gives a good loss. None when it does."""

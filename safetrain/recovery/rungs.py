@@ -143,12 +143,13 @@ class Skip(Rung):
         return case.decision.action is Action.SKIP or case.needs_probe
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        if case.decision.action is Action.SKIP and case.is_fault_of_data:
-            return Settlement(Action.SKIP)
+        is_dynamics = case.is_non_finite and not case.is_fault_of_data
+        if case.decision.action is Action.SKIP and (case.is_fault_of_data or not bench.has_good_batch()):
+            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
         if (problem := bench.state_problem()) is not None:
             return problem
         if case.decision.action is Action.SKIP:
-            return Settlement(Action.SKIP, is_dynamics=case.is_non_finite)
+            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
         return Settlement(Action.SKIP, ["the last good batch is as good as it was: the data is at fault, not the state"])
 
 
