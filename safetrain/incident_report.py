@@ -46,6 +46,8 @@ def _headline(incident: Incident) -> str:
     )
     kind = f" ({origin.module_type})" if origin.module_type else ""
     op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name}"
+    if origin.phase == "backward":
+        op = f"the derivative of {origin.name} (computed by {origin.op})"
     return f"{op}, {origin.phase}, {where}{kind}"
 
 

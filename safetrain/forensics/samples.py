@@ -43,9 +43,11 @@ def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
 
 def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
     without = trial.result_without(frozenset(guilty))
-    alone = trial.result_without(frozenset(range(trial.size)) - set(guilty))
-    interact = alone.finite
-    note = "they are bad only together with other samples of the batch" if interact else ""
+    others = [i for i in range(trial.size) if i not in guilty]
+    halves = others[: len(others) // 2], others[len(others) // 2 :]
+    # With one half of the others finite, with the other half not: then it takes one of those as well.
+    interact = any(trial.result_without(frozenset(half)).finite for half in halves if half)
+    note = "bad only together with other samples of the batch" if interact else ""
     return Samples(sorted(guilty), note, without)
 
 
