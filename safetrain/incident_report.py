@@ -68,7 +68,11 @@ def source_lines(incident: Incident, context: int = CONTEXT) -> list[str]:
 
 
 def _replay(incident: Incident) -> str:
-    reproduced = {True: "reproduced", False: "not reproduced: a transient fault", None: "not compared with the original"}
+    reproduced = {
+        True: "reproduced",
+        False: "not reproduced: a transient fault",
+        None: "not compared with the original",
+    }
     deterministic = {True: ", twice the same", False: ", but not twice the same", None: ""}
     return reproduced[incident.replay.reproduced] + deterministic[incident.replay.deterministic]
 

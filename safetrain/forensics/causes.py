@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..incident import Cause
 from ..incident_report import describe_operand
 from .finding import Finding, has_masked_zeros
@@ -21,19 +23,21 @@ RULES: list[tuple[str, Rule]] = []
 
 LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy", "logit", "special_xlog1py", "log_sigmoid_forward"}
 EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh", "special_exp2", "special_expm1"}
-DIVISIONS = {"div", "reciprocal", "true_divide", "floor_divide", "remainder", "fmod", "_weight_norm_interface", "addcdiv"}
-RESTRICTED = {"acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv"} | {
-    "special_erfinv",
-    "special_ndtri",
-    "special_zeta",
-    "mvlgamma",
-    "igamma",
-    "igammac",
-    "atan2",
-    "tan",
-    "_standard_gamma",
-    "special_log_ndtr",
+DIVISIONS = {
+    "div",
+    "reciprocal",
+    "true_divide",
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "_weight_norm_interface",
+    "addcdiv",
 }
+RESTRICTED = {
+    "acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv",
+    "special_erfinv", "special_ndtri", "special_zeta", "mvlgamma", "igamma", "igammac", "atan2", "tan",
+    "_standard_gamma", "special_log_ndtr",
+}  # fmt: skip
 NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rms_norm"}
 TINY = 1e-30
 """Denominators below this are zeros by underflow."""
@@ -55,7 +59,9 @@ def judge(finding: Finding) -> Cause:
         if explanation is not None:
             return Cause(label, explanation)
     what = finding.name or finding.op or "the operation"
-    return Cause("unknown", f"{what} gave a non-finite result and no rule explains it from its operands: {_operands(finding)}")
+    return Cause(
+        "unknown", f"{what} gave a non-finite result and no rule explains it from its operands: {_operands(finding)}"
+    )
 
 
 # ---- what was bad before the step ----------------------------------------------------------------------------------
@@ -65,7 +71,18 @@ def judge(finding: Finding) -> Cause:
 def corrupt_parameter(f: Finding) -> str | None:
     if f.phase != "params" or f.blame.leaf is None:
         return None
-    return f"{f.blame.leaf.kind} {f.owner} was already non-finite before this step"
+    what = f.owner if f.blame.leaf.kind == "outside" else f"{f.blame.leaf.kind} {f.owner}"
+    return f"{what} was already non-finite before this step"
+
+
+@rule("corrupt_parameter")
+def negative_running_variance(f: Finding) -> str | None:
+    if f.event is None or f.facts is None or f.event.op not in NORMS:
+        return None
+    variance = next((t for t in f.facts.inputs if t["name"] == "running_var"), None)
+    if variance is None or not variance.get("negatives"):
+        return None
+    return f"the running variance of {f.name} is negative: {describe_operand(variance)}"
 
 
 @rule("bad_input_data")
@@ -88,8 +105,10 @@ def custom_backward_bug(f: Finding) -> str | None:
     python_node = event.node is not None and event.op == event.node
     if not (event.is_custom_backward or python_node):
         return None
-    function = (event.node or "").removesuffix("Backward")
     what = "uninitialised memory" if event.uninitialised else "a non-finite gradient"
+    if (event.node or "0")[-1].isdigit():  # a node of torch itself: what ran is a hook
+        return f"a gradient hook returns {what} although its input is finite"
+    function = (event.node or "").removesuffix("Backward")
     return f"the custom backward of {function} returns {what} although its inputs are finite"
 
 
@@ -98,6 +117,20 @@ def optimizer_underflow(f: Finding) -> str | None:
     if f.phase != "optimizer" or not f.is_low_precision or _denominator_zeros(f) == 0:
         return None
     return f"in {f.optimizer}, the denominator of the update is 0 in half precision: eps rounds to 0. {_operands(f)}"
+
+
+@rule("fp16_overflow")
+def optimizer_overflow_in_half(f: Finding) -> str | None:
+    if f.phase != "optimizer" or not f.is_low_precision or not _overflows(f):
+        return None
+    return f"the arithmetic of {f.optimizer} exceeds the range of half precision: {_operands(f)}"
+
+
+@rule("divergence")
+def update_overflows(f: Finding) -> str | None:
+    if f.phase != "optimizer" or f.is_low_precision or not _overflows(f):
+        return None
+    return f"the update of {f.optimizer} exceeds the range of floats, gradients or learning rate are far too large: {_operands(f)}"
 
 
 @rule("optimizer_numerics")
@@ -129,6 +162,17 @@ def neg_inf_mask(f: Finding) -> str | None:
         return f"{f.name} got {f.facts.all_masked_rows} rows that hold nothing but -inf: every position is masked"
     if f.blame.conversion is not None and f.blame.conversion is f.blame.event:
         return f"an intended infinity meets {f.name}, where it is not neutral: {_operands(f)}"
+    return None
+
+
+@rule("neg_inf_mask")
+def lowest_number_as_mask(f: Finding) -> str | None:
+    if f.facts is None or f.event is None or f.event.op not in ("add", "add_", "sub", "baddbmm", "addmm"):
+        return None
+    for operand in f.facts.inputs:
+        dtype = getattr(torch, operand["dtype"])
+        if dtype.is_floating_point and operand.get("min", 0.0) <= 0.99 * torch.finfo(dtype).min:
+            return f"a mask of the lowest {operand['dtype']} overflows to -inf when something is added: {_operands(f)}"
     return None
 
 
@@ -294,6 +338,10 @@ def _in_distribution(f: Finding) -> bool:
         if place is not None and frame.code.co_filename == place.file:
             return False
     return False
+
+
+def _overflows(f: Finding) -> bool:
+    return f.event is not None and f.event.kind_out == INF and f.facts is not None and f.facts.kind_in_fp64 == FINITE
 
 
 def _passes_softmax(f: Finding) -> bool:

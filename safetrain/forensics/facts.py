@@ -139,7 +139,12 @@ def _doubled(value: Any) -> Any:
 
 
 def _look_at_special_ops(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Mapping[str, Tensor], output: Tensor, facts: Facts
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Mapping[str, Tensor],
+    output: Tensor,
+    facts: Facts,
 ) -> None:
     first = next(iter(operands.values()), None)
     if first is None:

@@ -9,10 +9,12 @@ from torch import nn
 
 from ..incident import Origin
 from .facts import Facts
-from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, user_place
+from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary
+from .raised import complains_of_bad_values, is_numeric
 from .replay import Replayer, Trace
-from .tracer import Event, Region
+from .storages import Region
+from .tracer import Event
 from .values import FINITE, LOW_PRECISION
 
 LOSS = "<loss>"
@@ -85,11 +87,7 @@ def locate(trace: Trace, replayer: Replayer) -> Finding | None:
     if trace.loss_kind and trace.loss_region is not None:
         blames, sink = provenance.origins(trace.loss_region, trace.loss_kind), "the loss"
     elif trace.bad_gradients:
-        blames = [
-            blame
-            for region, kind in trace.bad_gradients.values()
-            for blame in provenance.origins(region, kind)
-        ]
+        blames = [blame for region, kind in trace.bad_gradients.values() for blame in provenance.origins(region, kind)]
         sink = f"the gradient of {_listed(trace.bad_gradients)}"
     else:
         return None
@@ -115,6 +113,30 @@ def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
             finding.owner = finding.owner or name
         return finding
     return None
+
+
+def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
+    """For a step that raised. Because a value was already bad: where that began. Because of a value: where it was raised."""
+    error = trace.error
+    assert error is not None
+    provenance = Provenance(trace.tracer, trace.leaves)
+    if complains_of_bad_values(error):
+        for event in reversed(trace.tracer.events):
+            if event.kind_out and not event.uninitialised and not event.literal:
+                worst = max(event.writes, key=lambda access: access.kind)
+                blame = primary(provenance.origins(worst.region, worst.kind))
+                if blame is None or blame.intended:
+                    break
+                return _finding(trace, provenance, blame, type(error).__name__, replayer)
+    if not is_numeric(error):
+        return None
+    frames = stack_of(error.__traceback__)
+    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
+    finding.place = user_place(frames)
+    inner = innermost_module(frames, replayer.module_names)
+    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
+    finding.op = finding.name = trace.tracer.api.failed or "call"
+    return finding
 
 
 def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replayer) -> bool:
@@ -193,23 +215,11 @@ def _is_leak(blame: Blame, crossing: Event | None) -> bool:
 
 
 # Ops that carry an intended -inf along, or keep it among others where it means "impossible".
-_NEUTRAL = {"_log_softmax", "_softmax", "logsumexp", "logaddexp", "maximum", "minimum", "add", "add_", "sub", "mul"} | {
-    "masked_fill",
-    "masked_fill_",
-    "where",
-    "copy_",
-    "fill_",
-    "fill",
-    "_to_copy",
-    "clone",
-    "cat",
-    "stack",
-    "index_put",
-    "index_put_",
-    "slice_scatter",
-    "select_scatter",
-    "constant_pad_nd",
-}
+_NEUTRAL = {
+    "_log_softmax", "_softmax", "logsumexp", "logaddexp", "maximum", "minimum", "add", "add_", "sub", "mul",
+    "masked_fill", "masked_fill_", "where", "copy_", "fill", "fill_", "_to_copy", "clone", "cat", "stack",
+    "index_put", "index_put_", "slice_scatter", "select_scatter", "constant_pad_nd",
+}  # fmt: skip
 
 
 def _blame_use_of_intended(finding: Finding) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,11 +18,9 @@ from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 from . import remedies as remedy_trials
 from . import samples as sample_search
 from .causes import judge
-from .finding import Finding, locate, locate_buffer
+from .finding import Finding, locate, locate_buffer, locate_error
 from .fixes import suggest
-from .frames import innermost_module, stack_of, user_place
 from .path import propagation
-from .provenance import Blame, Provenance
 from .raised import is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
@@ -99,7 +98,9 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
             diagnosis = _diagnose(replayer, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        explanation = f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        explanation = (
+            f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        )
         diagnosis = Diagnosis(signal="unknown", cause=Cause("unknown", explanation))
     diagnosis.seconds = time.perf_counter() - started
     return diagnosis
@@ -112,7 +113,9 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         return _compare_with_compiled(replayer, trace)
     if finding is None:
         healthy = trace.finite or signal == "handled"
-        return Diagnosis(healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None))
+        return Diagnosis(
+            healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None)
+        )
     diagnosis = Diagnosis(signal=signal, micro_batch=trace.micro_batch, error=trace.error)
     diagnosis.value = float(trace.loss) if signal == "loss" and trace.loss is not None else finding.sink
     if finding.is_low_precision or remedy_trials.uses_low_precision(replayer):
@@ -137,7 +140,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
 
 def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
     if trace.error is not None:
-        return _find_error(replayer, trace), "exception"
+        return locate_error(trace, replayer), "exception"
     if trace.loss_kind:
         return locate(trace, replayer), "loss"
     if trace.bad_gradients:
@@ -150,35 +153,7 @@ def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
     return locate_in_update(replayer, trace), "update"
 
 
-def _find_error(replayer: Replayer, trace: Trace) -> Finding | None:
-    """Raised because a value was already bad: where that began. Raised because of a value itself: where it was raised."""
-    error = trace.error
-    assert error is not None
-    frames = stack_of(error.__traceback__)
-    provenance = Provenance(trace.tracer, trace.leaves)
-    bad = next((event for event in reversed(trace.tracer.events) if event.kind_out and not event.uninitialised), None)
-    if bad is not None and (bad.kind_out > 1 or not bad.literal) and ("nan" in str(error).lower() or "inf" in str(error).lower() or is_numeric(error)):
-        worst = max(bad.writes, key=lambda access: access.kind)
-        trace.loss_region, kind = worst.region, worst.kind
-        from .finding import _finding
-        from .provenance import primary
-
-        blame = primary(provenance.origins(worst.region, kind))
-        if blame is not None and not blame.intended:
-            return _finding(trace, provenance, blame, f"{type(error).__name__}", replayer)
-    if not is_numeric(error):
-        return None
-    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
-    finding.place = user_place(frames)
-    inner = innermost_module(frames, replayer.module_names)
-    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else ("<loss>", None)
-    finding.op = finding.name = trace.tracer.api.failed or "call"
-    return finding
-
-
 def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay:
-    import torch
-
     loss = trace.losses[0] if len(trace.losses) == 1 else torch.stack(trace.losses).mean() if trace.losses else None
     reproduced = is_same_loss(loss, replayer.step.loss)
     if again is None:

@@ -152,7 +152,9 @@ def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
     result = trials.replayer.plain()
     lr = float(optimizer.defaults.get("lr", 1e-3))
     finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "lr", lr)])
-    yield Remedy("learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with")
+    yield Remedy(
+        "learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with"
+    )
 
 
 def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:
@@ -187,19 +189,22 @@ def smaller_loss_scale(trials: Trials) -> Iterator[Remedy]:
 
 def double_precision(trials: Trials) -> Iterator[Remedy]:
     window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
-    yield trials.replay("fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window)
+    yield trials.replay(
+        "fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window
+    )
 
 
 def zero_bad_values(trials: Trials) -> Iterator[Remedy]:
     """The last resort shows at least that the blamed op is the only thing wrong: its bad results are set to 0."""
-    if trials.has_success or trials.finding.event is None or trials.finding.phase == "optimizer":
+    if trials.has_success or trials.finding.phase == "optimizer":
         return
     interventions: dict[int, Any] = {}
     finding: Finding | None = trials.finding
     for _ in range(4):
-        if finding is None or finding.event is None or finding.event.number < 0:
+        event = None if finding is None else finding.event or next(iter(finding.blame.path[-1:]), None)
+        if event is None or event.number < 0:
             break
-        interventions[finding.event.number] = _zeroed
+        interventions[event.number] = _zeroed
         trace = trials.replayer.traced(interventions, trials.finding.trace.micro_batch)
         if trace.error is not None:
             break

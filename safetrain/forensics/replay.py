@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch import map_tensors
 from .sandbox import Sandbox
 from .step import Step
-from .tracer import Intervention, Region, Tracer
-from .values import FINITE, INF, kind_of, numbers, same_bits
+from .storages import Region
+from .tracer import Intervention, Tracer
+from .values import FINITE, INF, is_mask, kind_of, numbers, same_bits
 
 
 @dataclass
@@ -222,7 +223,8 @@ def _run_traced(replayer: Replayer, trace: Trace, num_batches: int) -> None:
 
 
 def _watch_python_nodes(loss: Tensor, tracer: Tracer) -> None:
-    seen, todo = set(), [loss.grad_fn]
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -293,13 +295,10 @@ def named_fields(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]
 
 
 def _is_mask(kind: str, tensor: Tensor) -> bool:
-    """-inf is the only bad value. In a batch, a mask has zeros beside it; a spectrogram with log(0) has other values."""
-    if kind_of(tensor) != INF:
-        return False
-    values = numbers(tensor)
-    if values is None or bool((values == torch.inf).any()):
-        return False
-    return kind == "buffer" or not bool(values[torch.isfinite(values)].any())
+    if kind != "buffer" or kind_of(tensor) != INF:
+        return is_mask(tensor)
+    values = numbers(tensor)  # a buffer may hold a mask and a position bias in one
+    return values is not None and not bool((values == torch.inf).any())
 
 
 def is_same_loss(loss: Tensor | None, original: Tensor | float | None) -> bool | None:

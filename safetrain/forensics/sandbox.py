@@ -116,7 +116,7 @@ def _values_of(function: Any) -> Iterator[Any]:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .api_names import api_name
 from .frames import Place, is_user
-from .tracer import api_name
 
 Substitute = Callable[..., Any]
 SUBSTITUTES: dict[str, Substitute] = {}
@@ -60,7 +61,7 @@ def positive_second_argument(func: Any, x: Any, y: Any, *args: Any, **kwargs: An
 
 @substitute("div", "floor_divide", "fmod", "remainder")
 def nonzero_divisor(func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-    if func.__name__ == "__rtruediv__":  # called as (divisor, dividend)
+    if func.__name__ in ("__rtruediv__", "__rdiv__"):  # called as (divisor, dividend)
         return func(_away_from_zero(x), y, *args, **kwargs)
     if not isinstance(y, Tensor):
         return func(x, y if y else 1e-6, *args, **kwargs)
@@ -144,12 +145,25 @@ def without_infinity(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @substitute("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
 def larger_eps(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args[:-1], max(args[-1], 1e-5)) if args and isinstance(args[-1], float) and not kwargs else func(
-        *args, **{**kwargs, "eps": 1e-5}
+    return (
+        func(*args[:-1], max(args[-1], 1e-5))
+        if args and isinstance(args[-1], float) and not kwargs
+        else func(*args, **{**kwargs, "eps": 1e-5})
     )
 
 
-@substitute("svd", "eigh", "linalg_svd", "linalg_eigh", "cholesky", "linalg_cholesky", "inv", "linalg_inv", "solve", "linalg_solve")
+@substitute(
+    "svd",
+    "eigh",
+    "linalg_svd",
+    "linalg_eigh",
+    "cholesky",
+    "linalg_cholesky",
+    "inv",
+    "linalg_inv",
+    "solve",
+    "linalg_solve",
+)
 def separated_spectrum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A graded ridge: small, and different on each entry of the diagonal, so that no two eigenvalues stay equal."""
     n = min(x.shape[-2:])
@@ -186,9 +200,9 @@ class SafeVariant(TorchFunctionMode):
         return safe(func, *args, **kwargs)
 
     def _is_here(self) -> bool:
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if is_user(frame.f_code):
                 return frame.f_code.co_filename == self._place.file and frame.f_lineno == self._place.line
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False

@@ -32,7 +32,16 @@ class Case:
 
 
 class Cases(list[Case]):
-    def add(self, phase: str, names: str, cause: str, module: str = "<loss>", samples: Any = None, line: bool = True, **options: Any):
+    def add(
+        self,
+        phase: str,
+        names: str,
+        cause: str,
+        module: str = "<loss>",
+        samples: Any = None,
+        line: bool = True,
+        **options: Any,
+    ):
         def register(build: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
             self.append(Case(build, phase, tuple(names.split()), cause, module, samples, options, line))
             return build
@@ -47,14 +56,16 @@ def check(case: Case) -> Incident:
     incident = investigate(model, loss_fn, batch, optimizer=optimizer, **case.options)
     assert incident is not None, "not detected"
     origin = incident.origin
-    said = f"{origin.phase} {origin.op} {origin.name} @{origin.module} {origin.code} / {incident.cause} {incident.samples}"
+    said = (
+        f"{origin.phase} {origin.op} {origin.name} @{origin.module} {origin.code} / {incident.cause} {incident.samples}"
+    )
     plain = {str(part).removeprefix("aten.").partition(".")[0].strip("_") for part in (origin.op, origin.name)}
     assert incident.cause.label == case.cause, said
     assert origin.phase == case.phase, said
     assert plain & set(case.names), said
     assert origin.module == case.module, said
     if case.line:
-        assert origin.code is not None and "# here" in origin.code, said
+        assert "# here" in (origin.code or ""), said
     if case.samples is not None:
         assert incident.samples == case.samples, said
     assert any(remedy.finite for remedy in incident.remedies), [f"{r.name}: {r.detail}" for r in incident.remedies]

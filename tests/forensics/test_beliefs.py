@@ -30,7 +30,11 @@ def test_log_of_a_softmax_that_underflowed() -> None:
     y = nn.functional.one_hot(torch.tensor([0, 1, 2]), 3).float()
     incident = investigate(Tiny(), loss_fn, (torch.randn(3, 4), y))
     assert incident is not None
-    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == ("forward", "log", "log_of_nonpositive")
+    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == (
+        "forward",
+        "log",
+        "log_of_nonpositive",
+    )
     assert "torch.log(p)" in (incident.origin.code or "")
 
 
@@ -73,7 +77,11 @@ def test_clipping_before_backward_does_nothing() -> None:
     nn.init.zeros_(model.body.bias)
     incident = investigate(model, loss_fn, torch.zeros(3, 4))
     assert incident is not None
-    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == ("backward", "sqrt", "singular_gradient")
+    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == (
+        "backward",
+        "sqrt",
+        "singular_gradient",
+    )
 
 
 def test_sigmoid_then_log_at_saturation() -> None:
@@ -86,5 +94,9 @@ def test_sigmoid_then_log_at_saturation() -> None:
 
     incident = investigate(Tiny(), loss_fn, (torch.randn(3, 4), torch.tensor([0.0, 1.0, 0.0])))
     assert incident is not None
-    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == ("forward", "log", "log_of_nonpositive")
+    assert (incident.origin.phase, incident.origin.name, incident.cause.label) == (
+        "forward",
+        "log",
+        "log_of_nonpositive",
+    )
     assert "safetrain.safe.log" in incident.fix

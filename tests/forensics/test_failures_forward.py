@@ -394,7 +394,9 @@ def recurrence_that_explodes():
     return Net(), lambda m, b: m(b).mean(), torch.randn(4, 4)
 
 
-@cases.add("forward", "norm div weight_norm weight_norm_interface", "division_by_zero", module="head.parametrizations.weight.0")
+@cases.add(
+    "forward", "norm div weight_norm weight_norm_interface", "division_by_zero", module="head.parametrizations.weight.0"
+)
 def weight_norm_of_zero_rows():
     class Net(nn.Module):
         def __init__(self):

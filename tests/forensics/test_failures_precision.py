@@ -100,7 +100,11 @@ def sum_pooling_in_half():
 
 @cases.add("backward", "mul to tocopy cross_entropy linear addmm mm", "fp16_overflow", line=False, loss_scale=True)
 def loss_scale_too_high():
-    return Tiny().half(), lambda m, b: F.mse_loss(m(b[0]).float(), b[1]) * 2.0**20, (torch.randn(4, 4).half(), torch.ones(4, 3) * 9)
+    return (
+        Tiny().half(),
+        lambda m, b: F.mse_loss(m(b[0]).float(), b[1]) * 2.0**20,
+        (torch.randn(4, 4).half(), torch.ones(4, 3) * 9),
+    )
 
 
 cases[-1].options = {}

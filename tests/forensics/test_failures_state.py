@@ -169,6 +169,8 @@ def overflow_that_only_batch_norm_statistics_keep():
     return Net(), lambda m, b: m(b).float().pow(2).mean(), torch.randn(6, 4)
 
 
-@pytest.mark.parametrize("case", [c for c in cases if c.id != "overflow_that_only_batch_norm_statistics_keep"], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [c for c in cases if c.id != "overflow_that_only_batch_norm_statistics_keep"], ids=lambda case: case.id
+)
 def test_state(case: Case) -> None:
     check(case)

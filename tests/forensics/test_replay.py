@@ -229,7 +229,9 @@ def test_an_exception_because_of_numbers_is_an_incident() -> None:
     assert incident is not None
     assert (incident.cause.label, incident.origin.module) == ("empty_reduction", "1")
 
-    incident = investigate(Tiny(), lambda m, b: torch.linalg.cholesky(m(b)[:, :3] * 0 - torch.eye(3)).sum(), torch.randn(3, 4))
+    incident = investigate(
+        Tiny(), lambda m, b: torch.linalg.cholesky(m(b)[:, :3] * 0 - torch.eye(3)).sum(), torch.randn(3, 4)
+    )
     assert incident is not None
     assert incident.cause.label == "degenerate_decomposition"
 
