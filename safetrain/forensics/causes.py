@@ -295,7 +295,7 @@ def division_by_zero(f: Finding) -> str | None:
         return f"{f.name} of 0: {_operands(f)}"
     if op == "pow" and (base := f.facts.at_bad.get("self")) is not None and base.zeros and f.event.kind_out == INF:
         return f"a negative power of 0: {_operands(f)}"
-    if op in NORMS:
+    if op in NORMS and f.facts.kind_in_fp64 != FINITE:
         return f"{f.name} divides by a variance of 0: {_operands(f)}"
     return None
 
@@ -352,7 +352,7 @@ def _denominator_zeros(f: Finding) -> int:
     """Zeros of the divisor where the result is bad, denormal ones included."""
     if f.facts is None or f.event is None:
         return 0
-    names = {"addcdiv": ("tensor2",)}.get(_op(f), ("other", "self") if _op(f) == "reciprocal" else ("other",))
+    names = {"addcdiv": ("tensor2",), "reciprocal": ("self",), "rsqrt": ("self",)}.get(_op(f), ("other",))
     if _op(f).startswith("_weight_norm"):
         return 1
     for name in names:

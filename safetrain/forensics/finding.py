@@ -111,6 +111,7 @@ def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
         finding = _finding(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
         if finding is not None:
             finding.owner = finding.owner or name
+            replayer.watched_buffers = {name}
         return finding
     return None
 
@@ -135,7 +136,7 @@ def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
     finding.place = user_place(frames)
     inner = innermost_module(frames, replayer.module_names)
     finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
-    finding.op = finding.name = trace.tracer.api.failed or "call"
+    finding.op = finding.name = trace.tracer.api.failed or type(error).__name__
     return finding
 
 

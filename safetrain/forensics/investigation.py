@@ -90,12 +90,12 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
     """Never raises: what fails inside becomes a diagnosis that says so."""
     started = time.perf_counter()
     try:
-        if absent := missing():
-            raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
         # What the step warns of, it has warned of when it ran for the first time.
-        with warnings.catch_warnings(), Replayer(step) as replayer:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            diagnosis = _diagnose(replayer, effort or Effort())
+            if absent := missing():
+                raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
+            diagnosis = _in_sandbox(step, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         explanation = (
@@ -104,6 +104,11 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
         diagnosis = Diagnosis(signal="unknown", cause=Cause("unknown", explanation))
     diagnosis.seconds = time.perf_counter() - started
     return diagnosis
+
+
+def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
+    with Replayer(step) as replayer:
+        return _diagnose(replayer, effort)
 
 
 def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..incident import Remedy
 from .casts import cast_floats, fp32_island, model_as
-from .finding import DATA, LOSS, Finding, locate
+from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
 from .schemas import tensors_in
@@ -208,12 +208,12 @@ def zero_bad_values(trials: Trials) -> Iterator[Remedy]:
         trace = trials.replayer.traced(interventions, trials.finding.trace.micro_batch)
         if trace.error is not None:
             break
-        if trace.finite:
+        if trace.finite and not trials.replayer.watched_buffers & trace.bad_buffers.keys():
             loss = float(trace.loss) if trace.loss is not None else None
             detail = f"with the non-finite results of {trials.finding.name} set to 0"
             yield Remedy("zero_bad_values", True, loss, detail)
             return
-        finding = locate(trace, trials.replayer)
+        finding = locate(trace, trials.replayer) or locate_buffer(trace, trials.replayer)
     yield Remedy("zero_bad_values", False, None, f"with the non-finite results of {trials.finding.name} set to 0")
 
 

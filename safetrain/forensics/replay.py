@@ -26,11 +26,15 @@ class Result:
     loss: Tensor | None = None
     """Mean over the window."""
     bad_gradients: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
+    """Of those that are watched."""
     error: Exception | None = None
 
     @property
     def finite(self) -> bool:
-        return self.error is None and self.loss is not None and not kind_of(self.loss) and not self.bad_gradients
+        if self.error is not None or self.loss is None or self.bad_gradients or self.bad_buffers:
+            return False
+        return kind_of(self.loss) == FINITE
 
     @property
     def loss_value(self) -> float | None:
@@ -82,6 +86,8 @@ class Replayer:
         self.parameters = _named_parameters(self.model, step)
         self.module_names = {id(module): name for name, module in self.model.named_modules()}
         self.num_replays = 0
+        self.watched_buffers: set[str] = set()
+        """Buffers that must stay finite too; none until one was found to turn bad and to matter."""
 
     def __enter__(self) -> Replayer:
         step = self.step
@@ -125,6 +131,8 @@ class Replayer:
                         self._backward(loss, len(window), loss_scale)
                 result.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
                 result.bad_gradients = self.bad_gradients()
+                buffers = dict(self.model.named_buffers()) if self.watched_buffers else {}
+                result.bad_buffers = [name for name in self.watched_buffers if kind_of(buffers[name])]
             except Exception as error:
                 result.error = error
         return result

@@ -123,7 +123,7 @@ def mean_of_something(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.nan_to_num(func(torch.nan_to_num(x) if func.__name__ == "nanmean" else x, *args, **kwargs))
 
 
-@substitute("norm", "vector_norm", "cdist", "dist")
+@substitute("norm", "vector_norm", "cdist", "dist", "hypot", "normalize", "pairwise_distance", "cosine_similarity")
 def away_from_origin(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return func(x + _eps(x), *args, **kwargs)
 
