@@ -101,9 +101,18 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
         explanation = (
             f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
         )
-        diagnosis = Diagnosis(signal="unknown", cause=Cause("unknown", explanation))
+        diagnosis = Diagnosis(_stays_finite(step), "unknown", cause=Cause("unknown", explanation))
     diagnosis.seconds = time.perf_counter() - started
     return diagnosis
+
+
+def _stays_finite(step: Step) -> bool:
+    """All that can be said when tracing failed."""
+    try:
+        with Replayer(step) as replayer:
+            return replayer.plain().finite
+    except Exception:
+        return False
 
 
 def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
@@ -163,8 +172,9 @@ def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay
     reproduced = is_same_loss(loss, replayer.step.loss)
     if again is None:
         return Replay(reproduced)
-    same = is_same_loss(again.loss, loss) if loss is not None else None
-    return Replay(reproduced if reproduced is not None else not again.finite, same)
+    same = is_same_loss(again.loss, loss)
+    # Without the original loss, what was found on one replay is reproduced if another gives the same.
+    return Replay(reproduced if replayer.step.loss is not None else same, same)
 
 
 def _compare_with_compiled(replayer: Replayer, trace: Trace) -> Diagnosis:

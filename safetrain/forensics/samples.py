@@ -33,7 +33,7 @@ def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
         return Samples([], "the batch holds one sample")
     trial = _Trial(replayer, batch, size, max_replays)
     for candidate in _read_off(finding, batch, size):
-        if 0 < len(candidate) <= size // 2 and trial.is_finite_without(frozenset(candidate)):
+        if 0 < len(candidate) < size and trial.is_finite_without(frozenset(candidate)):
             return _with_note(trial, candidate)
     guilty = trial.smallest_set()
     if not guilty:

@@ -100,6 +100,8 @@ def modules_behind(function: Any) -> Iterator[nn.Module]:
         yield from modules_behind(function.__func__)
     elif inspect.isfunction(function):
         yield from (value for value in _values_of(function) if isinstance(value, nn.Module))
+    elif callable(function):
+        yield from (value for value in getattr(function, "__dict__", {}).values() if isinstance(value, nn.Module))
 
 
 def _values_of(function: Any) -> Iterator[Any]:
