@@ -12,7 +12,9 @@ from .facts import Facts
 from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary
 from .raised import complains_of_bad_values, is_numeric
-from .replay import Replayer, Trace
+from .replay import Leaf, Replayer, Trace
+from .samples_of import has_arrays
+from .schemas import LITERALS
 from .storages import Region
 from .tracer import Event
 from .values import FINITE, LOW_PRECISION
@@ -159,6 +161,9 @@ def _finding(
         _blame_use_of_intended(finding)
     elif blame.leaf is not None and not _is_leak(blame, crossing):
         return _describe_leaf(finding, replayer)
+    elif blame.event is not None and blame.event.op in LITERALS and blame.event.literal and has_arrays(trace.batch):
+        blame.leaf = Leaf("batch", "a tensor made from the batch's arrays", is_mask=False)
+        return _describe_leaf(finding, replayer)
     elif blame.leaf is not None:
         finding.event, finding.phase, finding.hidden = crossing, "backward", True
     else:
@@ -200,11 +205,17 @@ def has_masked_zeros(finding: Finding, event: Event | None) -> bool:
     # A derivative is several ops, and the first of them that goes bad need not be the one that reads the gradient.
     siblings = [other for other in finding.trace.tracer.events if other.node_number == event.node_number]
     return any(
-        at.zeros == at.count and finding.provenance.is_masked_upstream(sibling, argument)
+        finding.provenance.is_masked_upstream(sibling, argument)
         for sibling in (event, *siblings)
-        if sibling.facts is not None and sibling.phase == "backward"
-        for argument, at in sibling.facts.at_bad.items()
+        if sibling.phase == "backward"
+        for argument in _zero_arguments(sibling)
     )
+
+
+def _zero_arguments(event: Event) -> set[str]:
+    """The operands that are 0 wherever the result is bad."""
+    measured = event.facts.at_bad.items() if event.facts else ()
+    return {name for name, at in measured if at.zeros == at.count} | event.zero_where_bad
 
 
 def _is_leak(blame: Blame, crossing: Event | None) -> bool:
@@ -283,7 +294,7 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
         shown = user if user.phase == "forward" else finding.trace.tracer.forward_of(user)
         if shown is not None:
             finding.place = user_place(frames_to_show(shown))
-    if leaf.kind == "batch":
+    if leaf.kind == "batch" or (leaf.kind == "outside" and has_arrays(finding.trace.batch)):
         finding.phase, finding.module, finding.op = "data", DATA, "data"
         finding.name = "input" if _enters_model(finding.blame.path) else "target"
         return finding

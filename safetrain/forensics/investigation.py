@@ -25,6 +25,7 @@ from .raised import is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
+from .substitutes import Patch
 from .torch_private import missing
 from .update import locate_in_update, survives_bad_gradients
 
@@ -47,6 +48,10 @@ class Diagnosis:
     replay: Replay = field(default_factory=Replay)
     error: Exception | None = None
     """What the step itself raised."""
+    patch: Patch | None = None
+    """The safe variant that kept the step finite: `with diagnosis.patch.active():` around a step puts it in."""
+    island: str | None = None
+    """The module that, kept in fp32, kept the step finite."""
     seconds: float = 0.0
 
     def fill(self, incident: Incident) -> None:
@@ -148,6 +153,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     if effort.remedies:
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
         diagnosis.remedies = remedy_trials.try_all(trials)
+        diagnosis.patch, diagnosis.island = trials.patch, trials.island
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
     return diagnosis
 

@@ -18,7 +18,7 @@ from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
 from .schemas import tensors_in
-from .substitutes import SUBSTITUTES, SafeVariant
+from .substitutes import SUBSTITUTES, Patch, SafeVariant
 from .update import update_is_finite
 from .values import LOW_PRECISION, numbers
 
@@ -32,6 +32,10 @@ class Trials:
         self.samples = samples
         self._last = replayer.num_replays + max_replays
         self.tried: list[Remedy] = []
+        self.patch: Patch | None = None
+        """What was put in for the safe variant that worked."""
+        self.island: str | None = None
+        """The module that had to stay in fp32."""
 
     @property
     def models(self) -> list[nn.Module]:
@@ -130,6 +134,7 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
         if variant.num_hits:
             yield remedy
             if remedy.finite:
+                trials.patch = Patch(finding.place, frozenset(names) if names else None)
                 return
 
 
@@ -172,6 +177,7 @@ def island(trials: Trials) -> Iterator[Remedy]:
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
         yield remedy
         if remedy.finite:
+            trials.island = path
             return
         path = path.rpartition(".")[0]
 

@@ -46,7 +46,7 @@ class Leaf:
     """A tensor that was there before the step."""
 
     kind: str
-    """`parameter`, `buffer`, `batch`, or `outside`: held by the loss function."""
+    """`parameter`, `buffer`, `attribute` (a tensor that a module holds), `batch`, or `outside` of all these."""
     name: str
     is_mask: bool
     """Holds -inf on purpose."""
@@ -196,6 +196,10 @@ class Replayer:
             add("buffer", name, buffer)
         for name, tensor in named_fields(batch):
             add("batch", name, tensor)
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is Tensor:
+                    add("attribute", f"{path}.{name}" if path else name, value)
         for module in self.sandbox.loss_modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 add("outside", f"{type(module).__name__}.{name}", tensor)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -181,10 +182,22 @@ def finite_selection(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.where(torch.isfinite(result), result, torch.zeros_like(result))
 
 
+@dataclass(frozen=True)
+class Patch:
+    """Which calls to replace: those of one line, of the given functions or of all that have a safe variant."""
+
+    place: Place
+    names: frozenset[str] | None
+
+    def active(self) -> SafeVariant:
+        """A context manager that puts the safe variants in."""
+        return SafeVariant(self.place, self.names)
+
+
 class SafeVariant(TorchFunctionMode):
     """While active, calls of these names from this line use their safe variant. `num_hits` tells whether any did."""
 
-    def __init__(self, place: Place, names: set[str] | None = None) -> None:
+    def __init__(self, place: Place, names: Set[str] | None = None) -> None:
         super().__init__()
         self._place = place
         self._names = names

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .api_names import ApiNames
-from .facts import Facts, examine
+from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
 from .schemas import (
     LITERALS,
@@ -69,6 +69,8 @@ class Event:
     uninitialised: bool = False
     masks: frozenset[str] = frozenset()
     """For products in backward: the operands that hold zeros."""
+    zero_where_bad: frozenset[str] = frozenset()
+    """For products and quotients in backward: the operands that are 0 wherever the result is bad."""
     facts: Facts | None = None
 
     @property
@@ -180,6 +182,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._wrote(event, tensor, written)
         if event.kind_out > FINITE and node is not None:
             event.frames = stack(self._until)
+            if schema.name in ("mul", "div"):
+                event.zero_where_bad = zero_where_bad(operands, outputs[0])
         if event.kind_out > event.kind_in and not event.uninitialised and self._num_facts < MAX_FACTS:
             self._num_facts += 1
             values = {name: before.get(id(tensor), tensor) for name, tensor in operands}
