@@ -149,7 +149,7 @@ def optimizer_numerics(f: Finding) -> str | None:
 def infeasible_target(f: Finding) -> str | None:
     if f.event is not None and "ctc_loss" in f.event.op:
         return "no alignment exists: some target is longer than its input allows, so its loss is infinite"
-    if f.reached_by_intent and not _passes_softmax(f):
+    if f.reached_by_intent and not _passes_softmax(f) and (_picks(f) or _is_lattice(f)):
         return f"{f.name} picks a position whose score is -inf: this target cannot be reached, so its loss is infinite"
     return None
 
@@ -348,6 +348,18 @@ def _passes_softmax(f: Finding) -> bool:
     return any("softmax" in event.op for event in f.blame.path)
 
 
+def _picks(f: Finding) -> bool:
+    """Does the op take single positions out, as a target does?"""
+    picking = ("gather", "index", "take", "select", "nll_loss", "embedding")
+    return f.event is not None and f.event.op.lstrip("_").startswith(picking)
+
+
+def _is_lattice(f: Finding) -> bool:
+    """-inf as the start of a recursion (full, pad), not as a mask over scores."""
+    typed = {event.op.rstrip("_") for event in f.blame.path if event.literal}
+    return bool(typed & {"full", "new_full", "full_like", "constant_pad_nd"}) and not typed & {"masked_fill", "where"}
+
+
 def _denominator_zeros(f: Finding) -> int:
     """Zeros of the divisor where the result is bad, denormal ones included."""
     if f.facts is None or f.event is None:
@@ -359,7 +371,7 @@ def _denominator_zeros(f: Finding) -> int:
         if (at := f.facts.at_bad.get(name)) is not None and (at.zeros or at.smallest < TINY):
             return max(at.zeros, 1)
     other = f.facts.scalars.get("other")
-    return int(other == 0) if other is not None else 0
+    return int(abs(other) < TINY) if other is not None else 0
 
 
 def _operands(f: Finding) -> str:

@@ -294,3 +294,83 @@ def test_scanning_finds_the_bad_batches_and_disturbs_nothing() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(rng, torch.get_rng_state())
     assert [index for index, _ in find_bad_batches(model, lambda m, b: m(b).mean(), data, limit=1)] == [1]
+
+
+def test_a_failure_that_only_the_compiled_model_has_is_said_to_be_one() -> None:
+    def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda *inputs: [output * math.nan for output in graph.forward(*inputs)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Tiny(), backend=broken)
+    incident = investigate(compiled, lambda m, b: m(b).mean(), torch.randn(3, 4))
+    assert incident is not None
+    assert "compiled" in incident.cause.explanation
+    assert [(r.name, r.finite) for r in incident.remedies] == [("eager", True)]
+    torch._dynamo.reset()
+
+
+def test_the_patch_of_a_diagnosis_keeps_later_steps_finite() -> None:
+    def loss_fn(m: nn.Module, b: Tensor) -> Tensor:
+        return torch.log(m(b).pow(2)).mean()
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    batch = torch.zeros(3, 4)
+    found = diagnose(Step(model, loss_fn, [batch]))
+    assert found.patch is not None
+    assert not loss_fn(model, batch).isfinite()
+    with found.patch.active():
+        loss = loss_fn(model, batch)
+        torch.autograd.backward(loss)
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_island_of_a_diagnosis_is_the_smallest_module_that_helps() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp = nn.Linear(4, 4)
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+            with torch.no_grad():
+                self.block[0].weight.fill_(2e3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.inp(x))
+
+    batch = 10 + torch.rand(3, 4)
+    model = Net()
+    with torch.no_grad():
+        model.inp.weight.fill_(1.0)
+    found = diagnose(Step(model, lambda m, b: m(b).float().pow(2).mean(), [batch], precision="fp16"))
+    assert found.cause.label == "fp16_overflow"
+    assert found.island in ("block.0", "block")
+
+
+def test_an_investigation_inside_no_grad_traces_all_the_same() -> None:
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    with torch.no_grad():
+        incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), torch.zeros(3, 4))
+        assert not torch.is_grad_enabled()
+    assert incident is not None
+    assert incident.origin.phase == "backward"
+
+
+def test_sharded_parameters_of_one_process() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
+        fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        batch = torch.randn(4, 4)
+        assert investigate(model, lambda m, b: m(b).pow(2).mean(), batch, optimizer=optimizer) is None
+        batch[1] = 0
+        incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), batch, optimizer=optimizer)
+        assert incident is not None
+        assert (incident.cause.label, incident.samples) == ("singular_gradient", [1])
+        del model
+    finally:
+        torch.distributed.destroy_process_group()
