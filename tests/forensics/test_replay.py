@@ -75,6 +75,28 @@ def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
+def test_what_a_module_keeps_in_passing_is_put_back_too() -> None:
+    class Keeper(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[float] = []
+            self.attention = torch.zeros(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.body(x)
+            self.history.append(float(out.detach().sum()))
+            self.attention = out.softmax(1)
+            self.new = out
+            return out
+
+    model = Keeper()
+    kept = model.attention
+    assert investigate(model, lambda m, b: m(b).mean() / 0, torch.randn(3, 4)) is not None
+    assert model.history == []
+    assert model.attention is kept
+    assert not hasattr(model, "new")
+
+
 def test_training_goes_on_bit_for_bit_after_an_investigation() -> None:
     def train(with_investigation: bool) -> list[Tensor]:
         torch.manual_seed(0)
