@@ -82,6 +82,21 @@ def examine(
     return facts
 
 
+def zero_where_bad(operands: Sequence[tuple[str, Tensor]], output: Tensor) -> frozenset[str]:
+    """The operands that are 0 wherever the output is bad."""
+    bad = bad_positions(output)
+    if bad is None:
+        return frozenset()
+    found = set()
+    for name, tensor in operands:
+        try:
+            if not bool(torch.broadcast_to(tensor, bad.shape)[bad].any()):
+                found.add(name)
+        except RuntimeError:  # of another shape, or sparse
+            continue
+    return frozenset(found)
+
+
 def _measure_at(bad: Tensor, operands: Mapping[str, Tensor], facts: Facts) -> None:
     facts.num_bad = int(bad.sum())
     if bad.dim():
@@ -139,7 +154,12 @@ def _doubled(value: Any) -> Any:
 
 
 def _look_at_special_ops(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Mapping[str, Tensor], output: Tensor, facts: Facts
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Mapping[str, Tensor],
+    output: Tensor,
+    facts: Facts,
 ) -> None:
     first = next(iter(operands.values()), None)
     if first is None:

@@ -47,5 +47,5 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     text = f"{advice}{where}"
     if uses_safe:
         text += f": use safetrain.{safe} there"
-    worked = [remedy for remedy in remedies if remedy.finite]
+    worked = sorted((r for r in remedies if r.finite), key=lambda remedy: remedy.name != "safe_op")
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

@@ -86,6 +86,7 @@ def update_is_finite(replayer: Replayer, changes: Sequence[AbstractContextManage
     optimizer = replayer.step.optimizer
     assert optimizer is not None
     with undone(optimizer), ExitStack() as stack:
+        _unscale(optimizer, replayer.step.loss_scale)
         before = _bad_tensors(replayer, optimizer)
         for change in changes:
             stack.enter_context(change)
@@ -98,16 +99,18 @@ def locate_in_update(replayer: Replayer, trace: Trace) -> Finding | None:
     optimizer = replayer.step.optimizer
     if optimizer is None:
         return None
+    try:
+        if update_is_finite(replayer):
+            return None
+    except Exception:  # LBFGS and others call a closure; what else an optimizer raises is not about its numbers
+        return None
     with undone(optimizer):
         _unscale(optimizer, replayer.step.loss_scale)
         tracer = Tracer(_run_update.__code__)
         leaves = _leaves(tracer, replayer, optimizer)
         before = _bad_tensors(replayer, optimizer)
-        try:
-            with tracer.recording():
-                _run_update(optimizer)
-        except TypeError:  # LBFGS and others call the closure themselves
-            return None
+        with tracer.recording():
+            _run_update(optimizer)
         turned = {name: t for name, t in _bad_tensors(replayer, optimizer).items() if name not in before}
         if not turned:
             return None
