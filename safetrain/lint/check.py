@@ -12,6 +12,7 @@ from .events import Routine
 from .finding import Finding
 from .optout import is_opted_out, opt_outs
 from .rule import BY_OPERATION, RULES, Rule
+from .rules.masks import hidden
 from .value import Value
 from .walk import Walker
 
@@ -60,16 +61,29 @@ class _Check:
                     self._add(rule, message, value.node, value)
 
     def _forgive(self, value: Value) -> None:
-        """Zeros filled in after a softmax of masked scores make it clean, also in its gradient."""
+        """Takes back findings that a later operation makes good.
+
+        Zeros filled in after a softmax of scores that masked_fill (not a sum with -inf) masked make it clean, also in its gradient. A `where` about the denominator
+        leaves the gradient only, which is a finding of its own. And `.item()` has no gradient.
+        """
+        if value.op in ("item", "tolist", "numpy") and value.args:
+            self._cancel(("ST202",), value.args[0])
+        if value.op == "where" and len(value.args) > 2:
+            for branch in value.args[1:3]:
+                if operation := hidden(branch, value.args[0]):
+                    self._cancel(("ST102", "ST201", "ST203"), operation)
         if value.op in ("masked_fill", "nan_to_num", "where"):
             for source in value.args:
                 while source.op in ("dropout", "call") and source.args:
                     source = source.args[0]
-                if source.op in ("softmax", "log_softmax") and source.args and source.args[0].masked:
-                    # A name has its own node, but the arguments of what it stands for.
-                    self.cancelled |= {
-                        key for key, (_, _, made) in self.found.items() if key[0] == "ST405" and made and made.args is source.args
-                    }
+                if source.op in ("softmax", "log_softmax") and source.args and source.args[0].masked and source.args[0].op != "add":
+                    self._cancel(("ST405",), source)
+
+    def _cancel(self, codes: tuple[str, ...], value: Value) -> None:
+        # A name has its own node, but the arguments of what it stands for.
+        for key, (_, _, made) in self.found.items():
+            if key[0] in codes and made is not None and made.args is value.args:
+                self.cancelled.add(key)
 
     def _routine(self, routine: Routine) -> None:
         for rule in RULES.values():

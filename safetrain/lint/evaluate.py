@@ -72,9 +72,12 @@ class Evaluator:
             args = (*args, kwargs["other"]) if len(args) == 1 and "other" in kwargs else args[:2]
             op = op if len(args) == 2 else "call"
         made = operations.apply(Value(op, args, kwargs, node, ref))
+        given = kwargs.get("dtype")
+        if given is not None and given.ref.startswith("torch."):
+            made = made.but(dtype=DTYPES.get(given.ref.removeprefix("torch."), made.dtype))
         if self.context.autocast in ("half", "bf16") and op in operations.CAST_TO_HALF and not made.host:
             made = made.but(dtype=self.context.autocast)
-        if not made.host or op in ("mul", "eq", "ne"):
+        if not made.host or op in ("mul", "eq", "ne", "item", "tolist", "numpy"):
             self.check(made, self.context)
         return made
 
@@ -109,6 +112,8 @@ class Evaluator:
             return _CONSTANTS.get(dotted) or reference(dotted)
         if base.op == "finfo" and node.attr in ("eps", "tiny", "smallest_normal", "resolution"):
             return Value("eps", node=node, low=1e-320, grad=False)
+        if node.attr == "values" and base.op == "sequence" and base.args:
+            return base.args[0]
         if node.attr in TRANSPARENT_ATTRIBUTES:
             return base.but(node=node, **({"grad": False} if node.attr == "data" else {}))
         if node.attr in ("shape", "ndim", "itemsize"):
@@ -176,11 +181,14 @@ class Evaluator:
         base, index = self.value(node.value), self.value(node.slice)
         if base.op == "ref":
             return base
+        if base.op == "sequence" and index.constant is not None and 0 <= index.constant < len(base.args):
+            return base.args[int(index.constant)]
         if base.op in ("size", "const"):
             return Value("size", node=node, host=True, grad=False, low=0.0)
         selected = base.but(node=node, names=base.names | index.names)
         if index.is_mask:
             made = Value("boolean_index", (base, index), node=node, low=base.low, high=base.high, dtype=base.dtype, names=selected.names)
+            made = made.but(surface=base.spelling | index.spelling)
             made = made.but(grad=base.grad, sanitised=True, host=base.host)
             self.check(made, self.context)
             return made
@@ -215,13 +223,15 @@ class Evaluator:
     def _is_attribute(self, func: ast.Attribute) -> bool:
         """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and is no method of `a`."""
         dotted = dotted_name(func)
-        return bool(dotted) and (dotted.startswith("self.") and dotted.count(".") == 1 or self.scope.find(dotted) is not None)
+        return bool(dotted) and ((dotted.startswith("self.") and dotted.count(".") == 1) or self.scope.find(dotted) is not None)
 
     def _method(self, name: str, owner: Value, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
         op = operations.canonical(name)
         if owner.op == "instance" and name in ("half", "bfloat16", "to", "float", "double", "cuda", "cpu", "eval", "train"):
             return self._view(op, owner, args, kwargs, node) if op in operations.VIEWS else owner
-        if op not in operations.METHODS and op not in operations.TRANSFERS or not operations.fits_method(op, len(args)):
+        if op in ("topk", "sort") and not owner.host:
+            return self._torch(op, (owner, *args), kwargs, node)
+        if (op not in operations.METHODS and op not in operations.TRANSFERS) or not operations.fits_method(op, len(args)):
             if name in ("size", "dim", "numel", "nelement", "stride"):
                 return Value("numel" if name in ("numel", "nelement") else "size", node=node, host=True, grad=False, low=0.0)
             return self.operation("call", (owner, *args), kwargs, node, ref=name)
@@ -265,6 +275,8 @@ class Evaluator:
     def _torch(self, op: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
         if op in operations.VIEWS and args:
             return self._view(op, args[0], args[1:], kwargs, node)
+        if op in ("topk", "sort") and args:
+            return Value("sequence", (args[0].but(node=node), Value("int", grad=False)), node=node, host=True)
         if op in operations.TRANSFERS and not args:
             return self.operation("call", args, kwargs, node, ref=op) if op not in ("rand", "clamp") else Value(op, node=node)
         if op in ("max", "min") and len(args) > 1:
@@ -296,7 +308,9 @@ class Evaluator:
         if name == "pow" and len(args) == 2:
             return self.operation("pow", args, kwargs, node)
         if name in ("float", "int", "len", "round"):
-            return Value("size", args, node=node, host=True, grad=False, low=0.0 if name == "len" else -inf)
+            made = Value("size", args, node=node, host=True, grad=False, low=0.0 if name == "len" else -inf)
+            counted = args[0] if args and name != "len" else made
+            return made.but(zero=counted.zero, names=counted.names)
         names = frozenset[str]().union(*(arg.names for arg in args)) if args else frozenset[str]()
         return Value("call", args, kwargs, node, ref=f"builtins.{name}", names=names)
 

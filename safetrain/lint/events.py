@@ -15,13 +15,14 @@ Block = tuple[str, ast.AST]
 OPTIMIZER_NAME = re.compile(r"opt", re.I)
 SCALER_NAME = re.compile(r"scaler", re.I)
 MANAGED_NAME = re.compile(r"accelerator|fabric|engine|deepspeed|trainer", re.I)
+BUILDS = re.compile(r"Adam|SGD|RMSprop|Adagrad|Adadelta|Lion|optimizer_(cls|class)")
 CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"})
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
     kind: str
-    """`backward`, `clip`, `unscale`, `step` (the optimizer's), `scaled_step` (by a gradient scaler) or `zero_grad`."""
+    """`backward`, `clip`, `unscale`, `step` (the optimizer's), `scaled_step` (by a gradient scaler), `zero_grad`, or `build` (of an optimizer)."""
     owner: str
     node: ast.Call
     loss: Value = UNKNOWN
@@ -44,7 +45,6 @@ class Routine:
     events: list[Event]
     called: set[str]
     """Last names of everything it calls."""
-    builds_optimizer: bool = False
     neighbours: dict[str, set[str]] = field(default_factory=dict)
     """For every function of the file by name: what it calls."""
 
@@ -55,6 +55,8 @@ class Routine:
 def event_of(node: ast.Call, made: Value, blocks: tuple[Block, ...]) -> Event | None:
     func = node.func
     name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    if BUILDS.match(name):
+        return Event("build", "", node, blocks=blocks)
     if name not in _KINDS:
         return None
     owner = _owner(func.value) if isinstance(func, ast.Attribute) else ""

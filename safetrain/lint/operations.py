@@ -19,7 +19,7 @@ SYNONYMS = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "expit": "sigmoid", "clip": "clamp",
     "clamp_max": "clamp_max", "special_log_softmax": "log_softmax", "negative": "neg", "bmm": "matmul", "mm": "matmul",
     "einsum": "matmul", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-    "rand_like": "rand", "zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
+    "rand_like": "rand", "randn_like": "randn", "zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
     "float_power": "pow", "linalg_norm": "norm", "hardtanh": "clamp", "threshold": "relu", "relu6": "relu",
 }  # fmt: skip
 
@@ -32,6 +32,7 @@ VIEWS = frozenset(
 COMPARISONS = frozenset("gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not isin".split())
 REDUCTIONS = frozenset("sum mean nansum nanmean norm std var amax amin max min prod logsumexp count_nonzero".split())
 # Under autocast these give half precision whatever goes in.
+FACTORIES = frozenset("zeros ones full empty rand randn randint arange linspace eye tensor as_tensor tril_indices scalar_tensor".split())
 CAST_TO_HALF = frozenset("matmul linear conv1d conv2d conv3d baddbmm addmm scaled_dot_product_attention call".split())
 LOSSES = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
@@ -73,9 +74,11 @@ def apply(value: Value) -> Value:
     tensors = [arg for arg in value.args if not arg.host]
     shared: Facts = {
         "names": frozenset[str]().union(*(arg.names for arg in operands)) | value.names,
+        "labels": frozenset(),
+        "surface": frozenset[str]().union(*(arg.labels or arg.surface for arg in operands)),
         "grad": any(arg.grad for arg in operands) if operands else value.grad,
         "dtype": _promote(tensors),
-        "host": bool(value.args) and not tensors,
+        "host": bool(value.args) and not tensors and value.op not in FACTORIES,
         "causal": any(arg.causal for arg in value.args),
         "masked": value.op in ("add", "sub", "div", "mul") and any(arg.masked for arg in value.args),
         "unsafe": _inherited_unsafe(value),
@@ -113,7 +116,7 @@ def singular_operand(value: Value) -> Value | None:
         bad = bad and not operand.host
     elif value.op in ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal") and value.args:
         operand, bad = value.args[0], value.args[0].low <= 0
-    elif value.op in ("acos", "asin", "atanh", "erfinv") and value.args:
+    elif value.op in ("acos", "asin", "atanh") and value.args:
         operand, bad = value.args[0], value.args[0].low <= -1 or value.args[0].high >= 1
     elif value.op == "pow" and len(value.args) == 2 and not value.args[0].host:
         exponent = value.args[1].constant
@@ -134,7 +137,11 @@ def _times(a: float, b: float) -> float:
 def _add(value: Value) -> Facts:
     a, b = value.args
     low, high = a.low + b.low, a.high + b.high
-    both = a.zero if a.zero and b.zero and a.low >= 0 and b.low >= 0 else ""
+    both = ""
+    if a.zero and b.zero and a.low >= 0 and b.low >= 0:
+        both = a.zero
+    elif a.op in ("abs", "square", "norm") and b.op in ("abs", "square", "norm"):
+        both = "a sum of absolute values or squares is 0 when all of them are"
     return {"low": _known(low, -inf), "high": _known(high, inf), "zero": both, "sanitised": a.sanitised or b.sanitised}
 
 
@@ -157,7 +164,7 @@ def _sub(value: Value) -> Facts:
 def _mul(value: Value) -> Facts:
     a, b = value.args
     if a.names and a.names == b.names and a.op == b.op and _same_name(a, b):
-        return {"low": 0.0, "zero": "a square is 0 at 0", "sanitised": a.sanitised}
+        return {"op": "square", "low": 0.0, "zero": a.zero, "sanitised": a.sanitised}
     corners = [_times(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return {"low": min(corners), "high": max(corners), "zero": a.zero or b.zero, "sanitised": a.sanitised or b.sanitised}
 
@@ -171,7 +178,7 @@ def _same_name(a: Value, b: Value) -> bool:
 def _div(value: Value) -> Facts:
     a, b = value.args
     facts: Facts = {"zero": a.zero, "sanitised": a.sanitised, "host": a.host and b.host}
-    if b.low > 0 or (b.host and b.low >= 0) or b.op == "numel":
+    if b.low >= 0:
         facts |= {"low": 0.0 if a.low >= 0 else -inf, "high": 0.0 if a.high <= 0 else inf}
         if b.constant:
             facts |= {"low": min(a.low / b.constant, a.high / b.constant), "high": max(a.low / b.constant, a.high / b.constant)}
@@ -192,7 +199,7 @@ def _pow(value: Value) -> Facts:
     if exponent % 2 == 0:
         high = max(abs(base.low), abs(base.high)) ** exponent if max(abs(base.low), abs(base.high)) < 1e30 else inf
         low = base.low**exponent if 0 < base.low < 1e30 else 0.0
-        return {"op": "square", "low": low, "high": high, "zero": base.zero or "a square is 0 at 0", "sanitised": base.sanitised}
+        return {"op": "square", "low": low, "high": high, "zero": base.zero, "sanitised": base.sanitised}
     return {"low": 0.0 if base.low >= 0 else -inf, "zero": base.zero, "sanitised": base.sanitised}
 
 
@@ -200,12 +207,12 @@ def _square(value: Value) -> Facts:
     base = value.args[0]
     high = base.high**2 if max(abs(base.low), abs(base.high)) == base.high < 1e30 else inf
     low = base.low**2 if 0 < base.low < 1e30 else 0.0
-    return {"low": low, "high": high, "zero": base.zero or "a square is 0 at 0", "sanitised": base.sanitised}
+    return {"low": low, "high": high, "zero": base.zero, "sanitised": base.sanitised}
 
 
 def _abs(value: Value) -> Facts:
     a = value.args[0]
-    return {"low": max(a.low, 0.0), "high": max(abs(a.low), abs(a.high)), "zero": a.zero or "an absolute value is 0 at 0", "sanitised": a.sanitised}
+    return {"low": max(a.low, 0.0), "high": max(abs(a.low), abs(a.high)), "zero": a.zero, "sanitised": a.sanitised}
 
 
 # --- functions of one number -------------------------------------------------------------------------------------
@@ -259,7 +266,10 @@ def _extreme(value: Value) -> Facts:
     if not value.args:
         return {}
     source = value.args[0]
-    return {"low": source.low, "high": source.high, "zero": source.zero if source.low >= 0 else ""}
+    zero = source.zero if source.low >= 0 else ""
+    if value.op in ("max", "amax") and source.op in ("abs", "square"):
+        zero = "the largest absolute value of an all-zero tensor is 0"
+    return {"low": source.low, "high": source.high, "zero": zero}
 
 
 def _replaced(value: Value) -> Facts:
@@ -288,7 +298,7 @@ def _sum(value: Value) -> Facts:
         return {"low": 1.0, "high": inf}
     if source.op == "softmax":
         return {"low": 0.0, "high": inf}
-    if source.is_mask or (source.low == 0 and source.high == 1) or source.op == "one_hot":
+    if source.is_mask or source.op == "one_hot":
         reason = "the count is 0 when nothing is selected"
     else:
         reason = "a sum is 0 when its terms are 0 or cancel"
@@ -303,13 +313,20 @@ def _mean(value: Value) -> Facts:
 
 
 def is_shifted_by_max(value: Value) -> bool:
-    """Whether it is some x minus the maximum of x (or anything that could be one)."""
+    """Whether it is some x minus the maximum of x (or anything that could be one), perhaps scaled."""
+    if value.op in ("mul", "div"):
+        return value.high <= 88 or any(is_shifted_by_max(arg) for arg in value.args if not arg.host and arg.op in ("sub", "add", "mul"))
     if value.op in ("sub", "add") and len(value.args) > 1:
         shift = value.args[1] if value.op == "sub" else value.args[0]
         if shift.op in ("max", "amax", "logsumexp", "maximum", "cummax"):
             return True
         return any("max" in name.lower() or "lse" in name.lower() or "logz" in name.lower() for name in shift.names)
     return value.high <= 88
+
+
+def _norm(value: Value) -> Facts:
+    is_noise = bool(value.args) and value.args[0].op == "randn"
+    return {"low": 0.0, "zero": "" if is_noise else "the norm of an all-zero vector is 0"}
 
 
 def _spread(value: Value) -> Facts:
@@ -333,8 +350,7 @@ TRANSFERS: dict[str, Transfer] = {
     "max": _maximum, "amax": _extreme, "min": _extreme, "amin": _extreme,
     "where": _replaced, "masked_fill": _replaced, "nan_to_num": _replaced,
     "sum": _sum, "nansum": _sum, "mean": _mean, "nanmean": _mean,
-    "norm": lambda value: {"low": 0.0, "zero": "the norm of an all-zero vector is 0"},
-    "std": _spread, "var": _spread,
+    "norm": _norm, "std": _spread, "var": _spread,
     "count_nonzero": lambda value: {"low": 0.0, "zero": "the count is 0 when nothing is selected", "grad": False},
     "bincount": lambda value: {"low": 0.0, "zero": "a class that does not occur has the count 0", "grad": False},
     "scatter_add": lambda value: {"zero": "a group that nothing falls into stays 0" if value.args[0].op == "zeros" else ""},
@@ -342,7 +358,7 @@ TRANSFERS: dict[str, Transfer] = {
     "one_hot": lambda value: {"low": 0.0, "high": 1.0, "grad": False},
     "triu": lambda value: {"causal": True}, "tril": lambda value: {"causal": True},
     "int": _cast("int"), "long": _cast("int"), "bool": _cast("bool"),
-    "item": lambda value: {"host": True, "grad": False, "zero": ""}, "tolist": lambda value: {"host": True, "grad": False},
+    "item": lambda value: {"host": True, "grad": False, "zero": value.args[0].zero}, "tolist": lambda value: {"host": True, "grad": False},
     "numpy": lambda value: {"host": True, "grad": False},
     "numel": lambda value: {"low": 0.0, "host": True, "grad": False},
     "argmax": _cast("int"), "argmin": _cast("int"), "randint": _cast("int"), "floor": lambda value: {"grad": False},

@@ -43,7 +43,11 @@ class Value:
     masked: bool = False
     """Holds -inf where a mask that is not causal said so."""
     names: frozenset[str] = frozenset()
-    """Every name it was computed from."""
+    """Every name it was computed from, however far back."""
+    labels: frozenset[str] = frozenset()
+    """The names it goes by itself."""
+    surface: frozenset[str] = frozenset()
+    """The names its expression is written with, or those of its unnamed parts."""
     unsafe: tuple[Value, ...] = ()
     """Operations among its elementwise ancestors that are infinite for some input that nothing rules out."""
 
@@ -64,7 +68,12 @@ class Value:
         return self.dtype == "bool" or self.op == "mask"
 
     def named(self, name: str) -> Value:
-        return replace(self, names=self.names | {name})
+        return replace(self, names=self.names | {name}, labels=self.labels | {name})
+
+    @property
+    def spelling(self) -> frozenset[str]:
+        """Names by which a reader would recognise it: its own, and those it is written with."""
+        return self.labels | self.surface
 
     def but(self, **changes: Any) -> Value:
         return replace(self, **changes).settled()
@@ -87,13 +96,13 @@ def number(value: float, node: ast.AST | None = None) -> Value:
 
 def named_value(name: str, node: ast.AST | None = None) -> Value:
     """A name of which nothing but the spelling is known."""
-    last = name.rpartition(".")[2]
+    last, own = name.rpartition(".")[2], frozenset({name})
     if EPS_NAME.search(last):
-        return Value("eps", node=node, low=SMALLEST_NAMED_EPS, names=frozenset({name}), grad=False)
+        return Value("eps", node=node, low=SMALLEST_NAMED_EPS, names=own, labels=own, grad=False)
     causal = bool(CAUSAL_NAME.search(last))
     if causal or MASK_NAME.search(last):
-        return Value("mask", node=node, causal=causal, names=frozenset({name}), grad=False)
-    return Value("name", node=node, names=frozenset({name}))
+        return Value("mask", node=node, causal=causal, names=own, labels=own, grad=False)
+    return Value("name", node=node, names=own, labels=own)
 
 
 def join(one: Value, other: Value) -> Value:
@@ -117,5 +126,7 @@ def join(one: Value, other: Value) -> Value:
         causal=one.causal or other.causal,
         masked=one.masked and other.masked,
         names=one.names | other.names,
+        labels=one.labels & other.labels,
+        surface=one.surface | other.surface,
         unsafe=(one.unsafe + tuple(u for u in other.unsafe if u not in one.unsafe))[:8],
     )

@@ -20,10 +20,13 @@ class Walker(Evaluator):
     def __init__(self, check: Callable[..., None], finish: Callable[[Routine], None]) -> None:
         super().__init__(check)
         self.finish = finish
+        self.without_gradients = False
         self.waiting: list[tuple[Function, Scope, str]] = []
         self.routines: list[Routine] = []
 
     def file(self, tree: ast.Module) -> None:
+        if any(isinstance(node, ast.ClassDef) and any(dotted_name(base).endswith("Optimizer") for base in node.bases) for node in tree.body):
+            self.without_gradients = True  # an optimizer's helpers are called under no_grad
         self.body(tree.body)
         self._routine("<module>")
         while self.waiting:  # after the top level, so that functions know every global
@@ -37,8 +40,7 @@ class Walker(Evaluator):
             self.finish(routine)
 
     def _routine(self, name: str) -> None:
-        builds = any(called.startswith(("Adam", "SGD", "RMSprop", "Lion", "Adagrad", "optimizer_cls")) for called in self.called)
-        self.routines.append(Routine(name, self.events, self.called, builds_optimizer=builds))
+        self.routines.append(Routine(name, self.events, self.called))
         self.events, self.called = [], set()
 
     # --- definitions --------------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ class Walker(Evaluator):
         outside_scope, outside, outside_blocks = self.scope, self.context, self.blocks
         outside_events = self.events, self.called
         self.events, self.called, self.blocks = [], set(), ()
-        self.scope, self.context = Scope(scope, _parameters(node, self)), replace(self.context, tested=frozenset(), autocast="", no_grad=False)
+        self.scope, self.context = Scope(scope, _parameters(node, self)), replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients)
         for decorator in node.decorator_list:
             self._enter(self.value(decorator))
         self.body(node.body)

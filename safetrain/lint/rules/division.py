@@ -6,7 +6,7 @@ from ..context import Context
 from ..operations import singular_operand
 from ..rule import value_rule
 from ..value import Value
-from .evidence import guarded, is_bare_exp, is_exp_sum, is_square, is_square_sum, needs_gradient
+from .evidence import guarded, is_bare_exp, is_exp_sum, is_square_sum, needs_gradient
 
 
 @value_rule(
@@ -32,7 +32,7 @@ from .evidence import guarded, is_bare_exp, is_exp_sum, is_square, is_square_sum
 )
 def division_by_zero(value: Value, context: Context) -> str | None:
     denominator = value.args[-1] if value.op == "div" else value.args[0]
-    if not denominator.zero or denominator.host or guarded(denominator, context):
+    if not denominator.zero or (denominator.host and value.args[0].host) or guarded(denominator, context):
         return None
     if is_exp_sum(denominator) or denominator.op in ("where", "boolean_index"):
         return None
@@ -62,9 +62,9 @@ def root_of_square_sum(value: Value, context: Context) -> str | None:
     source = value.args[0]
     if source.low > 0 or guarded(source, context) or not needs_gradient(source, context):
         return None
-    if not (is_square_sum(source) or is_square(source)):
-        return None
-    what = "a variance" if source.op == "var" else "a square" if is_square(source) else "a sum of squares"
+    if not is_square_sum(source) or (value.op == "pow" and source.op == "add"):
+        return None  # (a**2 + b**2) ** 0.5 is more often a formula for plain numbers
+    what = "a variance" if source.op == "var" else "a sum of squares"
     return f"square root of {what}, whose gradient is infinite at 0"
 
 
@@ -118,6 +118,9 @@ def singular_power(value: Value, context: Context) -> str | None:
 )
 def mean_of_selection(value: Value, context: Context) -> str | None:
     source = value.args[0]
+    dim = value.arg(1, "dim")
+    if dim is not None and dim.constant != 0:
+        return None  # over the features of the selected rows: none selected, nothing computed
     if source.op != "boolean_index" or source.names & context.tested or context.no_grad or not source.grad:
         return None
     return f"{value.op} of the elements a mask selects, which can be none"

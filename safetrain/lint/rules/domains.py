@@ -11,7 +11,7 @@ from .evidence import needs_gradient
 @value_rule(
     "ST251",
     "acos, asin or atanh up to the end of the domain",
-    on=("acos", "asin", "atanh", "erfinv"),
+    on=("acos", "asin", "atanh"),
     why="A cosine of 1.0000001 by rounding gives NaN, and at exactly ±1 the derivative is infinite; clamp(-1, 1) cures the first only.",
     safe="safetrain.safe.acos / asin / atanh, or x.clamp(-1 + 1e-6, 1 - 1e-6) before; atan2(sin, cos) for an angle.",
     bad="""
@@ -39,5 +39,5 @@ def end_of_domain(value: Value, context: Context) -> str | None:
     if clamped and value.op in ("acos", "asin") and not needs_gradient(source, context):
         return None
     if clamped and source.op == "clamp":
-        return f"{value.op} of a value clamped to exactly ±1, where {'it' if value.op in ('atanh', 'erfinv') else 'its gradient'} is infinite"
+        return f"{value.op} of a value clamped to exactly ±1, where {'it' if value.op == 'atanh' else 'its gradient'} is infinite"
     return f"{value.op} of a value that is not kept inside (-1, 1)"

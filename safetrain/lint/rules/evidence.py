@@ -42,6 +42,4 @@ def is_square_sum(value: Value) -> bool:
 
 
 def is_square(value: Value) -> bool:
-    if value.op == "mul" and value.low == 0:
-        return bool(value.zero) and "square" in value.zero
     return value.op == "square"

@@ -74,11 +74,15 @@ def hand_written_logsumexp(value: Value, context: Context) -> str | None:
     source = value.args[0]
     if value.op == "log1p":
         return "log(1 + exp(x)) by hand" if is_bare_exp(source) else None
-    if is_exp_sum(_without_eps(source)) or (source.op == "mean" and is_bare_exp(source.args[0])):
+    if is_exp_sum(_without_eps(source)) or (source.op in ("sum", "mean") and _has_exp_factor(source.args[0])):
         return "log(sum(exp(x))) by hand"
     if source.op == "add" and any(arg.constant == 1 for arg in source.args) and any(map(is_bare_exp, source.args)):
         return "log(1 + exp(x)) by hand"
     return None
+
+
+def _has_exp_factor(value: Value) -> bool:
+    return is_bare_exp(value) or (value.op in ("mul", "div") and any(_has_exp_factor(arg) for arg in value.args))
 
 
 @value_rule(

@@ -13,15 +13,28 @@ from .evidence import needs_gradient
 NAMES = {"div": "a division", "pow": "a power", "sqrt": "a square root", "reciprocal": "a reciprocal"}
 
 
-def _hidden(branch: Value, condition: Value | None) -> str | None:
-    """Names an operation in `branch` whose bad inputs `condition` seems to be there to hide."""
+def hidden(branch: Value, condition: Value) -> Value | None:
+    """The operation in `branch` whose bad inputs `condition` is there to hide: it is about the same names."""
     for operation in branch.unsafe:
         operand = singular_operand(operation)
-        if operand is None or not operand.grad:
+        if operand is None:
             continue
-        if operand.zero or (condition is not None and condition.names & operand.names):
-            return NAMES.get(operation.op, operation.op)
+        if _about(condition) & (operand.spelling | branch.labels):
+            return operation
+        if operation.node is branch.node and condition.is_mask and operand.op in ("name", "call", "element"):
+            return operation  # where(mask, log(x), 0), directly
     return None
+
+
+def _about(condition: Value) -> frozenset[str]:
+    """Names a condition is written with; of a combination of conditions, those of each."""
+    if condition.op in ("logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf"):
+        return condition.surface.union(*(_about(arg) for arg in condition.args))
+    return condition.surface
+
+
+def _named(operation: Value) -> str:
+    return NAMES.get(operation.op, operation.op)
 
 
 @value_rule(
@@ -49,9 +62,9 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
         return None
     condition = value.args[0] if value.op == "where" else value.args[1]
     for branch in value.args[1:3] if value.op == "where" else value.args[:1]:
-        what = _hidden(branch, condition) if branch.grad else None
+        what = hidden(branch, condition) if branch.grad else None
         if what:
-            return f"{value.op} hides {what} in the forward only; the gradient is NaN where it is hidden"
+            return f"{value.op} hides {_named(what)} in the forward only; the gradient is NaN where it is hidden"
     return None
 
 
@@ -64,24 +77,23 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
     bad="""
         def relative_error(prediction, target):
             error = (prediction - target).abs() / target
-            return error[target != 0].mean()
+            return error[target != 0].sum()
         """,
     good="""
         def relative_error(prediction, target):
             known = target != 0
-            error = (prediction[known] - target[known]).abs() / target[known]
-            return error.sum() / known.sum().clamp(min=1)
+            return ((prediction[known] - target[known]).abs() / target[known]).sum()
         """,
 )
 def select_after_unsafe(value: Value, context: Context) -> str | None:
     if context.no_grad or not value.args:
         return None
     if value.op == "boolean_index":
-        what = _hidden(*value.args) if value.args[0].grad else None
-        return f"a boolean index after {what}: its gradient is NaN where it was not selected" if what else None
+        what = hidden(*value.args) if value.args[0].grad else None
+        return f"a boolean index after {_named(what)}: its gradient is NaN where it was not selected" if what else None
     for one, other in (value.args, value.args[::-1]):
-        if other.is_mask and one.grad and (what := _hidden(one, other)):
-            return f"a mask multiplied after {what}: NaN * 0 is NaN"
+        if other.is_mask and one.grad and (what := hidden(one, other)):
+            return f"a mask multiplied after {_named(what)}: NaN * 0 is NaN"
     return None
 
 
@@ -107,7 +119,9 @@ def hides_nan(value: Value, context: Context) -> str | None:
     if not needs_gradient(source, context):
         return None
     if source.unsafe:
-        return f"{value.op} after {NAMES.get(source.unsafe[-1].op, source.unsafe[-1].op)}: the gradient stays NaN"
+        return f"{value.op} after {_named(source.unsafe[-1])}: the gradient stays NaN"
+    if value.op in ("nanmean", "nansum") and source.op in ("square", "abs", "sub"):
+        return f"{value.op} over errors: the gradient of each NaN it leaves out is 0 * NaN = NaN"
     if any("loss" in name.lower() for name in _spelt(source)):
         return f"{value.op} on a loss hides that it is NaN, its gradient stays so"
     return None

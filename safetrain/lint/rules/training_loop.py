@@ -132,8 +132,10 @@ def zero_grad_missing(routine: Routine) -> Problems:
     if not backwards or not steps or routine.of("zero_grad") or _clears_elsewhere(routine):
         return
     looped = any(event.loops for event in backwards) and any(event.loops for event in steps)
-    if not looped and (routine.builds_optimizer or routine.name == "<module>"):
-        return  # a single step: the gradients are new
+    if any(build.loops == steps[0].loops for build in routine.of("build")):
+        return  # a new optimizer each time: a single step
+    if not looped and (routine.name == "<module>" or backwards[0].loss.op in ("name", "unknown")):
+        return  # part of a step: whoever computed the loss may clear the gradients
     yield backwards[0], "gradients are never set to zero between steps"
 
 
