@@ -54,12 +54,18 @@ def create(directory: Path) -> list[Path]:
             with open(directory / name, "x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error}.\nTo fix: choose a directory you may write to.") from None
+        raise UsageError(
+            f"cannot write to {directory}: {error}.\nTo fix: choose a directory you may write to."
+        ) from None
     return [directory / name for name in texts]
 
 
 def templates() -> dict[str, str]:
     """The text of each file by its name."""
     directory = importlib.resources.files("safetrain") / "scaffold"
-    found = {item.name.removesuffix(SUFFIX): item.read_text(encoding="utf-8") for item in directory.iterdir() if item.name.endswith(SUFFIX)}
+    found = {
+        item.name.removesuffix(SUFFIX): item.read_text(encoding="utf-8")
+        for item in directory.iterdir()
+        if item.name.endswith(SUFFIX)
+    }
     return dict(sorted(found.items()))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @click.option("--rules", is_flag=True, help="List the rules and exit.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per finding, without why and the safe form.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of every error.", expose_value=False)
-def command(paths: tuple[str, ...], select: str | None, ignore: str | None, as_json: bool, rules: bool, quiet: bool) -> int:
+def command(
+    paths: tuple[str, ...], select: str | None, ignore: str | None, as_json: bool, rules: bool, quiet: bool
+) -> int:
     """Look for patterns that go NaN later, in files and below directories, without running or importing them.
 
     \b

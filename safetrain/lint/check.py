@@ -18,7 +18,22 @@ from .walk import Walker
 
 SYNTAX_ERROR = "ST001"
 # A file that imports one of these and not torch computes with something else.
-OTHER_ARRAYS = frozenset({"numpy", "jax", "tensorflow", "mlx", "keras", "cupy", "pandas", "sympy", "paddle", "mpmath", "decimal", "fractions"})
+OTHER_ARRAYS = frozenset(
+    {
+        "numpy",
+        "jax",
+        "tensorflow",
+        "mlx",
+        "keras",
+        "cupy",
+        "pandas",
+        "sympy",
+        "paddle",
+        "mpmath",
+        "decimal",
+        "fractions",
+    }
+)
 
 
 def check_source(source: str | bytes, path: str = "<text>", codes: Collection[str] | None = None) -> list[Finding]:
@@ -48,7 +63,9 @@ class _Check:
         starts = _statement_starts(self.tree) if outs else {}
         kept = []
         for key, (finding, node, _) in self.found.items():
-            if key not in self.cancelled and not is_opted_out(outs, node, starts.get(finding.line, finding.line), finding.code):
+            if key not in self.cancelled and not is_opted_out(
+                outs, node, starts.get(finding.line, finding.line), finding.code
+            ):
                 kept.append(finding)
         return sorted(kept)
 
@@ -76,7 +93,12 @@ class _Check:
             for source in value.args:
                 while source.op in ("dropout", "call") and source.args:
                     source = source.args[0]
-                if source.op in ("softmax", "log_softmax") and source.args and source.args[0].masked and source.args[0].op != "add":
+                if (
+                    source.op in ("softmax", "log_softmax")
+                    and source.args
+                    and source.args[0].masked
+                    and source.args[0].op != "add"
+                ):
                     self._cancel(("ST405",), source)
 
     def _cancel(self, codes: tuple[str, ...], value: Value) -> None:
@@ -100,7 +122,9 @@ class _Check:
 def _syntax_error(error: Exception, path: str) -> Finding:
     line = getattr(error, "lineno", None) or 1
     column = getattr(error, "offset", None) or 1
-    return Finding(path, line, max(column, 1), SYNTAX_ERROR, f"cannot be parsed: {getattr(error, 'msg', None) or error}")
+    return Finding(
+        path, line, max(column, 1), SYNTAX_ERROR, f"cannot be parsed: {getattr(error, 'msg', None) or error}"
+    )
 
 
 def _is_about_tensors(tree: ast.Module) -> bool:

@@ -6,11 +6,20 @@ import ast
 from dataclasses import dataclass
 
 from .value import Value
+from .vocabulary import words
 
-AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.amp.autocast_mode.autocast")
+AUTOCAST = (
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.cpu.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+)
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad")
 # A test of these says nothing about the numbers in a tensor.
-SHAPE_LIKE = frozenset("dim ndim shape size dtype device is_cuda is_sparse requires_grad training is_complex is_floating_point type".split())
+SHAPE_LIKE = words(
+    "dim ndim shape size dtype device is_cuda is_sparse requires_grad training is_complex is_floating_point type"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,9 @@ DTYPES = {
 
 
 def is_no_grad(value: Value) -> bool:
-    return value.ref in NO_GRAD or (value.op in ("call", "ref") and value.ref.rpartition(".")[2] in ("no_grad", "inference_mode"))
+    return value.ref in NO_GRAD or (
+        value.op in ("call", "ref") and value.ref.rpartition(".")[2] in ("no_grad", "inference_mode")
+    )
 
 
 def tested_names(test: ast.expr) -> frozenset[str]:
@@ -55,9 +66,15 @@ def tested_names(test: ast.expr) -> frozenset[str]:
     pending: list[ast.AST] = [test]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
+        if isinstance(node, ast.Compare) and any(
+            isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops
+        ):
             continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr", "callable"):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "hasattr", "callable")
+        ):
             continue
         if isinstance(node, ast.Attribute):
             if node.attr in SHAPE_LIKE:

@@ -1,60 +1,28 @@
-"""From a syntax tree to values: names are looked up, imports resolved, methods and functions brought to one form."""
+"""From a syntax tree to values: literals, names, operators, containers and assignments."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
+from typing import Any
 
-from . import operations
-from .context import DTYPES, Context, dotted_name, tested_names
-from .events import Block, Event, event_of
-from .value import UNKNOWN, Value, named_value, number, reference
+from .calls import Calls
+from .context import Context, dotted_name, tested_names
+from .scope import Scope
+from .value import UNKNOWN, Value, join, named_value, number, reference
+from .vocabulary import words
 
-# Where torch keeps its functions; what follows the last dot is the operation.
-FUNCTION_HOMES = ("torch.nn.functional.", "torch.linalg.", "torch.special.", "torch.Tensor.", "torch.functional.", "torch._C._nn.", "torch.")
-# What an instance of these modules computes when it is called.
-MODULES = {
-    "Sigmoid": "sigmoid", "Softmax": "softmax", "LogSoftmax": "log_softmax", "ReLU": "relu", "Tanh": "tanh", "Softplus": "softplus",
-    "BCELoss": "binary_cross_entropy", "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "CrossEntropyLoss": "cross_entropy",
-    "NLLLoss": "nll_loss", "MSELoss": "mse_loss", "L1Loss": "l1_loss", "SmoothL1Loss": "smooth_l1_loss", "KLDivLoss": "kl_div",
-    "HuberLoss": "huber_loss", "LogSigmoid": "logsigmoid", "Linear": "linear", "Conv2d": "conv2d", "Conv1d": "conv1d",
-    "CTCLoss": "ctc_loss", "GaussianNLLLoss": "gaussian_nll_loss", "PoissonNLLLoss": "poisson_nll_loss", "ReLU6": "relu",
-}  # fmt: skip
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Pow: "pow",
     ast.MatMult: "matmul", ast.BitAnd: "logical_and", ast.BitOr: "logical_or", ast.Mod: "mod",
 }  # fmt: skip
 TRANSPARENT_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "values", "data", "real"})
-NUMBERS = ("math.", "numpy.", "builtins.", "random.", "statistics.", "scipy.")
 
 
-class Scope:
-    """Values by name, dotted names such as `self.scale` included; unknown names are looked up in the parent."""
-
-    def __init__(self, parent: Scope | None = None, names: dict[str, Value] | None = None) -> None:
-        self.parent = parent
-        self.names = {} if names is None else names
-
-    def find(self, name: str) -> Value | None:
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return scope.names[name]
-            scope = scope.parent
-        return None
-
-
-class Evaluator:
-    """Evaluates expressions in a scope and hands each operation to `check` once it is known."""
-
-    def __init__(self, check: Callable[[Value, Context], None]) -> None:
-        self.check = check
-        self.scope = Scope()
-        self.context = Context()
-        self.events: list[Event] = []
-        self.blocks: tuple[Block, ...] = ()
-        self.called: set[str] = set()
+class Evaluator(Calls):
+    """Evaluates expressions in the current scope and context."""
 
     def value(self, node: ast.expr | None) -> Value:
         if node is None:
@@ -67,20 +35,6 @@ class Evaluator:
                 self.value(child)
         return Value("unknown", node=node)
 
-    def operation(self, op: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.AST, ref: str = "") -> Value:
-        if op in operations.NEEDS_TWO:  # rules may then rely on two arguments
-            args = (*args, kwargs["other"]) if len(args) == 1 and "other" in kwargs else args[:2]
-            op = op if len(args) == 2 else "call"
-        made = operations.apply(Value(op, args, kwargs, node, ref))
-        given = kwargs.get("dtype")
-        if given is not None and given.ref.startswith("torch."):
-            made = made.but(dtype=DTYPES.get(given.ref.removeprefix("torch."), made.dtype))
-        if self.context.autocast in ("half", "bf16") and op in operations.CAST_TO_HALF and not made.host:
-            made = made.but(dtype=self.context.autocast)
-        if not made.host or op in ("mul", "eq", "ne", "item", "tolist", "numpy"):
-            self.check(made, self.context)
-        return made
-
     # --- names and literals -------------------------------------------------------------------------------------
 
     def _constant(self, node: ast.Constant) -> Value:
@@ -89,7 +43,9 @@ class Evaluator:
                 return number(node.value, node)
             except OverflowError:  # an integer beyond every float
                 return Value("const", node=node, host=True, grad=False)
-        return Value("const", node=node, ref=repr(node.value) if isinstance(node.value, str) else "", host=True, grad=False)
+        return Value(
+            "const", node=node, ref=repr(node.value) if isinstance(node.value, str) else "", host=True, grad=False
+        )
 
     def _name(self, node: ast.Name) -> Value:
         found = self.scope.find(node.id)
@@ -119,7 +75,11 @@ class Evaluator:
         if node.attr in ("shape", "ndim", "itemsize"):
             return Value("size", node=node, host=True, grad=False, low=0.0)
         made = named_value(dotted or node.attr, node)
-        return made.but(names=made.names | base.names, host=base.host, grad=made.grad and (base.grad or base.op in ("name", "unknown")))
+        return made.but(
+            names=made.names | base.names,
+            host=base.host,
+            grad=made.grad and (base.grad or base.op in ("name", "unknown")),
+        )
 
     # --- operators ----------------------------------------------------------------------------------------------
 
@@ -132,7 +92,12 @@ class Evaluator:
             return Value("unknown", node=node, host=True, grad=False)  # text
         op = BINARY.get(operator, "unknown")
         both = left.host and right.host
-        if both and left.constant is not None and right.constant is not None and op in ("add", "sub", "mul", "div", "pow"):
+        if (
+            both
+            and left.constant is not None
+            and right.constant is not None
+            and op in ("add", "sub", "mul", "div", "pow")
+        ):
             return _folded(op, left.constant, right.constant, node)
         return self.operation(op, (left, right), {}, node)
 
@@ -149,7 +114,9 @@ class Evaluator:
     def _compare(self, node: ast.Compare) -> Value:
         left = self.value(node.left)
         rights = tuple(self.value(right) for right in node.comparators)
-        op = {ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le"}.get(type(node.ops[0]))
+        op = {ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le"}.get(
+            type(node.ops[0])
+        )
         return self.operation(op, (left, *rights), {}, node) if op else Value("unknown", node=node, host=True)
 
     def _either(self, node: ast.BoolOp) -> Value:
@@ -158,8 +125,6 @@ class Evaluator:
         return Value("unknown", node=node, names=names, sanitised=True, host=all(value.host for value in values))
 
     def _conditional(self, node: ast.IfExp) -> Value:
-        from .value import join
-
         self.value(node.test)
         outside = self.context
         self.context = self.behind(node.test)
@@ -169,8 +134,6 @@ class Evaluator:
 
     def behind(self, test: ast.expr) -> Context:
         """The context of code that this test decides about."""
-        from dataclasses import replace
-
         tested = tested_names(test)
         for name in list(tested):  # what a tested name was computed from has been looked at as well
             if found := self.scope.find(name):
@@ -187,132 +150,20 @@ class Evaluator:
             return Value("size", node=node, host=True, grad=False, low=0.0)
         selected = base.but(node=node, names=base.names | index.names)
         if index.is_mask:
-            made = Value("boolean_index", (base, index), node=node, low=base.low, high=base.high, dtype=base.dtype, names=selected.names)
+            made = Value(
+                "boolean_index",
+                (base, index),
+                node=node,
+                low=base.low,
+                high=base.high,
+                dtype=base.dtype,
+                names=selected.names,
+            )
             made = made.but(surface=base.spelling | index.spelling)
             made = made.but(grad=base.grad, sanitised=True, host=base.host)
             self.check(made, self.context)
             return made
         return selected
-
-    # --- calls --------------------------------------------------------------------------------------------------
-
-    def _call(self, node: ast.Call) -> Value:
-        args = tuple(self.value(arg.value if isinstance(arg, ast.Starred) else arg) for arg in node.args)
-        kwargs = {keyword.arg or "**": self.value(keyword.value) for keyword in node.keywords}
-        made = self._called(node, args, kwargs)
-        self.called.add(last_name(node.func))
-        event = event_of(node, made, self.blocks)
-        if event is not None:
-            self.events.append(event)
-        return made
-
-    def _called(self, node: ast.Call, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-        func = node.func
-        if isinstance(func, ast.Attribute):
-            owner = self.value(func.value)
-            if owner.op != "ref" and not self._is_attribute(func):
-                return self._method(func.attr, owner, args, kwargs, node)
-        callee = self.value(func)
-        if callee.op == "ref":
-            return self._function(callee.ref, args, kwargs, node)
-        if callee.op == "instance":
-            return self._module_call(callee, args, kwargs, node)
-        name = dotted_name(func)
-        return self.operation("call", args, kwargs, node, ref=name).named(name)
-
-    def _is_attribute(self, func: ast.Attribute) -> bool:
-        """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and is no method of `a`."""
-        dotted = dotted_name(func)
-        return bool(dotted) and ((dotted.startswith("self.") and dotted.count(".") == 1) or self.scope.find(dotted) is not None)
-
-    def _method(self, name: str, owner: Value, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
-        op = operations.canonical(name)
-        if owner.op == "instance" and name in ("half", "bfloat16", "to", "float", "double", "cuda", "cpu", "eval", "train"):
-            return self._view(op, owner, args, kwargs, node) if op in operations.VIEWS else owner
-        if op in ("topk", "sort") and not owner.host:
-            return self._torch(op, (owner, *args), kwargs, node)
-        if (op not in operations.METHODS and op not in operations.TRANSFERS) or not operations.fits_method(op, len(args)):
-            if name in ("size", "dim", "numel", "nelement", "stride"):
-                return Value("numel" if name in ("numel", "nelement") else "size", node=node, host=True, grad=False, low=0.0)
-            return self.operation("call", (owner, *args), kwargs, node, ref=name)
-        if op in operations.VIEWS:
-            return self._view(op, owner, args, kwargs, node)
-        if op == "where" and args:  # x.where(condition, other)
-            made = self.operation(op, (args[0], owner, *args[1:]), kwargs, node)
-        else:
-            made = self._torch(op, (owner, *args), kwargs, node)
-        if name.endswith("_") and isinstance(node.func, ast.Attribute):
-            self.assign(node.func.value, made)
-        return made
-
-    def _view(self, op: str, owner: Value, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.AST) -> Value:
-        dtype = {"half": "half", "bfloat16": "bf16", "float": "float", "double": "float"}.get(op, owner.dtype)
-        for given in (*args, *kwargs.values()):
-            if given.ref.startswith("torch."):
-                dtype = DTYPES.get(given.ref.removeprefix("torch."), dtype)
-        grad = owner.grad and op != "detach" and dtype not in ("int", "bool")
-        is_mask = owner.is_mask and dtype != "bool"
-        return owner.but(node=node, op="mask" if is_mask else owner.op, dtype=dtype, grad=grad, unsafe=owner.unsafe if grad else ())
-
-    def _function(self, dotted: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
-        if dotted.startswith("torch.nn.") and dotted.rpartition(".")[2][:1].isupper() and "functional" not in dotted:
-            return Value("instance", args, kwargs, node, ref=dotted.rpartition(".")[2], grad=False)
-        if dotted.startswith("torch."):
-            home = next(home for home in FUNCTION_HOMES if dotted.startswith(home))
-            rest = dotted.removeprefix(home)
-            if rest in ("finfo", "iinfo"):
-                return Value("finfo", node=node, host=True, grad=False)
-            if "." not in rest and not rest.startswith(("autocast", "no_grad", "inference_mode", "set_grad", "enable_grad")):
-                if "input" in kwargs:
-                    args = (kwargs["input"], *args)
-                return self._torch(operations.canonical(rest), args, kwargs, node)
-        if dotted.startswith("builtins."):
-            return self._builtin(dotted.removeprefix("builtins."), args, kwargs, node)
-        if dotted.startswith(NUMBERS):
-            return Value("host", args, kwargs, node, ref=dotted, host=True, grad=False)
-        return self.operation("call", args, kwargs, node, ref=dotted)
-
-    def _torch(self, op: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
-        if op in operations.VIEWS and args:
-            return self._view(op, args[0], args[1:], kwargs, node)
-        if op in ("topk", "sort") and args:
-            return Value("sequence", (args[0].but(node=node), Value("int", grad=False)), node=node, host=True)
-        if op in operations.TRANSFERS and not args:
-            return self.operation("call", args, kwargs, node, ref=op) if op not in ("rand", "clamp") else Value(op, node=node)
-        if op in ("max", "min") and len(args) > 1:
-            op, args = (op, args[:1]) if args[1].host else (op + "imum", args)
-        if op == "add" and len(args) > 1 and "alpha" in kwargs:
-            op = "call"
-        return self.operation(op, args, kwargs, node, ref=f"torch.{op}")
-
-    def _module_call(self, module: Value, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
-        if module.ref == "Sequential" and module.args:
-            last = module.args[-1]
-            inner = self.operation("call", args, {}, node, ref="Sequential")
-            return self._module_call(last, (inner,), {}, node) if last.op == "instance" else inner
-        op = MODULES.get(module.ref)
-        if op and args:
-            return self.operation(op, args, kwargs, node, ref=f"torch.{op}")
-        return self.operation("call", args, kwargs, node, ref=module.ref)
-
-    def _builtin(self, name: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
-        if name == "float" and args and args[0].ref:
-            text = args[0].ref.strip("'").lower().lstrip("+")
-            if text in ("inf", "-inf", "infinity", "-infinity"):
-                return number(-inf if text.startswith("-") else inf, node)
-            return Value("const", node=node, host=True, grad=False, ref="nan" if text.lstrip("-") == "nan" else "")
-        if name in ("max", "min") and len(args) > 1:
-            return self.operation(name + "imum", args, kwargs, node)
-        if name == "abs" and len(args) == 1:
-            return self.operation("abs", args, kwargs, node)
-        if name == "pow" and len(args) == 2:
-            return self.operation("pow", args, kwargs, node)
-        if name in ("float", "int", "len", "round"):
-            made = Value("size", args, node=node, host=True, grad=False, low=0.0 if name == "len" else -inf)
-            counted = args[0] if args and name != "len" else made
-            return made.but(zero=counted.zero, names=counted.names)
-        names = frozenset[str]().union(*(arg.names for arg in args)) if args else frozenset[str]()
-        return Value("call", args, kwargs, node, ref=f"builtins.{name}", names=names)
 
     # --- containers and inner functions -------------------------------------------------------------------------
 
@@ -344,7 +195,14 @@ class Evaluator:
     def _sequence(self, node: ast.Tuple | ast.List) -> Value:
         parts = tuple(self.value(part) for part in node.elts)
         names = frozenset[str]().union(*(part.names for part in parts)) if parts else frozenset[str]()
-        return Value("sequence", parts, node=node, names=names, host=True, dtype="bool" if any(p.dtype == "bool" for p in parts) else "")
+        return Value(
+            "sequence",
+            parts,
+            node=node,
+            names=names,
+            host=True,
+            dtype="bool" if any(p.dtype == "bool" for p in parts) else "",
+        )
 
     # --- assignment ---------------------------------------------------------------------------------------------
 
@@ -360,7 +218,11 @@ class Evaluator:
         elif dotted := dotted_name(target):
             known = named_value(dotted)
             if value.op in ("unknown", "call", "name", "join") and known.op in ("eps", "mask") and not value.host:
-                value = value.but(op=known.op if value.op != "join" else "join", low=max(value.low, known.low), causal=known.causal or value.causal)
+                value = value.but(
+                    op=known.op if value.op != "join" else "join",
+                    low=max(value.low, known.low),
+                    causal=known.causal or value.causal,
+                )
             self.scope.names[dotted] = value
 
     @staticmethod
@@ -378,12 +240,14 @@ class Evaluator:
             self.value(target.value)
             return
         minus_inf = value.low == value.high == -inf
-        after = before.but(zero="", sanitised=True, low=-inf, high=inf, masked=before.masked or (minus_inf and index.is_mask and not index.causal))
+        after = before.but(
+            zero="",
+            sanitised=True,
+            low=-inf,
+            high=inf,
+            masked=before.masked or (minus_inf and index.is_mask and not index.causal),
+        )
         self.scope.names[owner] = after
-
-
-def last_name(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
 def element_of(iterable: Value) -> Value:
@@ -403,15 +267,21 @@ def _folded(op: str, left: float, right: float, node: ast.AST) -> Value:
 _INFINITIES = {"torch.inf": inf, "math.inf": inf, "numpy.inf": inf}
 _CONSTANTS = {
     **{name: number(value) for name, value in _INFINITIES.items()},
-    **{name: Value("const", ref="nan", host=True, grad=False) for name in ("torch.nan", "math.nan", "numpy.nan", "numpy.NaN")},
+    **{
+        name: Value("const", ref="nan", host=True, grad=False)
+        for name in ("torch.nan", "math.nan", "numpy.nan", "numpy.NaN")
+    },
     "math.pi": number(3.141592653589793),
 }
-_BUILTINS = frozenset("max min abs float int len sum pow round range zip enumerate list tuple dict set sorted map any all str bool isinstance getattr print super".split())
-_HANDLERS: dict[type, Callable[[Evaluator, ast.expr], Value]] = {
+_BUILTINS = words(
+    "max min abs float int len sum pow round range zip enumerate "
+    "list tuple dict set sorted map any all str bool isinstance getattr print super"
+)
+_HANDLERS: dict[type, Callable[[Evaluator, Any], Value]] = {
     ast.Constant: Evaluator._constant, ast.Name: Evaluator._name, ast.Attribute: Evaluator._attribute, ast.BinOp: Evaluator._binary,
     ast.UnaryOp: Evaluator._unary, ast.Compare: Evaluator._compare, ast.BoolOp: Evaluator._either, ast.IfExp: Evaluator._conditional,
     ast.Subscript: Evaluator._subscript, ast.Call: Evaluator._call, ast.ListComp: Evaluator._comprehension,
     ast.SetComp: Evaluator._comprehension, ast.GeneratorExp: Evaluator._comprehension, ast.DictComp: Evaluator._comprehension,
     ast.Lambda: Evaluator._lambda, ast.NamedExpr: Evaluator._named_expression, ast.Tuple: Evaluator._sequence,
     ast.List: Evaluator._sequence,
-}  # type: ignore[dict-item]  # fmt: skip
+}  # fmt: skip

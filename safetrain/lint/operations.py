@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,63 +10,10 @@ from math import inf
 from typing import Any
 
 from .value import Value
+from .vocabulary import CLEARS_UNSAFE, COMPARISONS, FACTORIES, REDUCTIONS
 
 Facts = dict[str, Any]
 Transfer = Callable[[Value], Facts]
-
-# Spellings of one operation. A trailing underscore (in place) is removed before.
-SYNONYMS = {
-    "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "vector_norm": "norm", "matrix_norm": "norm",
-    "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "expit": "sigmoid", "clip": "clamp",
-    "clamp_max": "clamp_max", "special_log_softmax": "log_softmax", "negative": "neg", "bmm": "matmul", "mm": "matmul",
-    "einsum": "matmul", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-    "rand_like": "rand", "randn_like": "randn", "zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
-    "float_power": "pow", "linalg_norm": "norm", "hardtanh": "clamp", "threshold": "relu", "relu6": "relu",
-}  # fmt: skip
-
-# Show the same numbers in another shape, order, place or type.
-VIEWS = frozenset(
-    "view reshape unsqueeze squeeze transpose permute t expand expand_as repeat contiguous clone flatten unflatten chunk split "
-    "unbind gather index_select cpu cuda to float double half bfloat16 type type_as detach requires_grad roll flip narrow "
-    "movedim swapaxes repeat_interleave view_as tile broadcast_to take diagonal ravel mH mT".split()
-)
-COMPARISONS = frozenset("gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not isin".split())
-REDUCTIONS = frozenset("sum mean nansum nanmean norm std var amax amin max min prod logsumexp count_nonzero".split())
-# Under autocast these give half precision whatever goes in.
-FACTORIES = frozenset("zeros ones full empty rand randn randint arange linspace eye tensor as_tensor tril_indices scalar_tensor".split())
-CAST_TO_HALF = frozenset("matmul linear conv1d conv2d conv3d baddbmm addmm scaled_dot_product_attention call".split())
-LOSSES = frozenset(
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss cosine_embedding_loss triplet_margin_loss "
-    "margin_ranking_loss hinge_embedding_loss soft_margin_loss multi_margin_loss ctc_loss".split()
-)
-
-# Methods of tensors with this many further positional arguments at most; `logger.log("text")` is then no logarithm.
-UNARY = frozenset(
-    "log log2 log10 log1p exp expm1 sqrt rsqrt reciprocal sigmoid tanh abs square relu acos asin atanh acosh neg isnan isinf "
-    "isfinite logical_not float double half bfloat16 detach contiguous long int bool item tolist numpy erfinv softplus cosh sinh tan".split()
-)
-BINARY = frozenset("add sub mul div pow gt ge lt le eq ne maximum minimum matmul clamp_min clamp_max nan_to_num xlogy".split())
-NEEDS_TWO = frozenset("add sub mul div pow".split())
-OTHER_METHODS = frozenset("softmax log_softmax logsumexp clamp where masked_fill cumsum scatter_add index_add triu tril std var".split())
-METHODS = UNARY | BINARY | OTHER_METHODS | REDUCTIONS | VIEWS | COMPARISONS
-
-
-def canonical(name: str) -> str:
-    """One name for an operation: without the underscore of its in-place form, and without synonyms."""
-    if name.startswith("_"):
-        return name
-    name = name.rstrip("_")
-    return SYNONYMS.get(name, name)
-
-
-def fits_method(op: str, num_positional: int) -> bool:
-    """Whether a call of a method with this name and this many arguments can be a tensor's."""
-    if op in VIEWS:
-        return op not in UNARY or num_positional == 0 or op == "type"
-    if op in UNARY:
-        return num_positional == 0
-    return num_positional <= 1 if op in BINARY - {"nan_to_num", "where"} else op in METHODS
 
 
 def apply(value: Value) -> Value:
@@ -93,7 +41,7 @@ def _promote(args: list[Value]) -> str:
     types = [arg.dtype for arg in args]
     for dtype in ("float", "half", "bf16"):
         if dtype in types:
-            return dtype if "" not in types or dtype == "float" or len(types) == 1 else dtype
+            return dtype
     return types[0] if types and len(set(types)) == 1 and types[0] == "int" else ""
 
 
@@ -104,9 +52,6 @@ def _inherited_unsafe(value: Value) -> tuple[Value, ...]:
     for arg in value.args:
         unsafe += [one for one in arg.unsafe if one not in unsafe]
     return tuple(unsafe[-8:])
-
-
-CLEARS_UNSAFE = frozenset({"where", "masked_fill", "nan_to_num", "softmax"}) | COMPARISONS
 
 
 def singular_operand(value: Value) -> Value | None:
@@ -121,7 +66,12 @@ def singular_operand(value: Value) -> Value | None:
     elif value.op == "pow" and len(value.args) == 2 and not value.args[0].host:
         exponent = value.args[1].constant
         operand = value.args[0]
-        bad = exponent is not None and (exponent < 0 or not float(exponent).is_integer()) and operand.low <= 0 and exponent < 1
+        bad = (
+            exponent is not None
+            and (exponent < 0 or not float(exponent).is_integer())
+            and operand.low <= 0
+            and exponent < 1
+        )
     else:
         return None
     return operand if bad and not operand.sanitised and not operand.host else None
@@ -166,13 +116,21 @@ def _mul(value: Value) -> Facts:
     if a.names and a.names == b.names and a.op == b.op and _same_name(a, b):
         return {"op": "square", "low": 0.0, "zero": a.zero, "sanitised": a.sanitised}
     corners = [_times(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    return {"low": min(corners), "high": max(corners), "zero": a.zero or b.zero, "sanitised": a.sanitised or b.sanitised}
+    return {
+        "low": min(corners),
+        "high": max(corners),
+        "zero": a.zero or b.zero,
+        "sanitised": a.sanitised or b.sanitised,
+    }
 
 
 def _same_name(a: Value, b: Value) -> bool:
-    import ast
-
-    return a.node is not None and b.node is not None and isinstance(a.node, ast.expr) and ast.dump(a.node) == ast.dump(b.node)
+    return (
+        a.node is not None
+        and b.node is not None
+        and isinstance(a.node, ast.expr)
+        and ast.dump(a.node) == ast.dump(b.node)
+    )
 
 
 def _div(value: Value) -> Facts:
@@ -181,7 +139,10 @@ def _div(value: Value) -> Facts:
     if b.low >= 0:
         facts |= {"low": 0.0 if a.low >= 0 else -inf, "high": 0.0 if a.high <= 0 else inf}
         if b.constant:
-            facts |= {"low": min(a.low / b.constant, a.high / b.constant), "high": max(a.low / b.constant, a.high / b.constant)}
+            facts |= {
+                "low": min(a.low / b.constant, a.high / b.constant),
+                "high": max(a.low / b.constant, a.high / b.constant),
+            }
     elif a.low >= 0 and b.low >= 0:
         facts["low"] = 0.0
     return facts
@@ -220,12 +181,20 @@ def _abs(value: Value) -> Facts:
 
 def _exp(value: Value) -> Facts:
     a = value.args[0]
-    return {"low": math.exp(min(a.low, 300.0)) if a.low > -700 else 0.0, "high": math.exp(a.high) if a.high < 300 else inf}
+    return {
+        "low": math.exp(min(a.low, 300.0)) if a.low > -700 else 0.0,
+        "high": math.exp(a.high) if a.high < 300 else inf,
+    }
 
 
 def _sqrt(value: Value) -> Facts:
     a = value.args[0]
-    return {"low": math.sqrt(max(a.low, 0.0)), "high": math.sqrt(a.high) if a.high >= 0 else inf, "zero": a.zero, "sanitised": a.sanitised}
+    return {
+        "low": math.sqrt(max(a.low, 0.0)),
+        "high": math.sqrt(a.high) if a.high >= 0 else inf,
+        "zero": a.zero,
+        "sanitised": a.sanitised,
+    }
 
 
 def _log(value: Value) -> Facts:
@@ -247,7 +216,13 @@ def _relu(value: Value) -> Facts:
 def _clamp(value: Value) -> Facts:
     source = value.args[0]
     lowest = value.arg(1, "min", "min_val") if value.op != "clamp_max" else None
-    highest = value.arg(2, "max", "max_val") if value.op == "clamp" else value.arg(1, "max") if value.op == "clamp_max" else None
+    highest = (
+        value.arg(2, "max", "max_val")
+        if value.op == "clamp"
+        else value.arg(1, "max")
+        if value.op == "clamp_max"
+        else None
+    )
     low = max(source.low, lowest.low) if lowest is not None else source.low
     high = min(source.high, highest.high) if highest is not None else source.high
     unknown = any(limit is not None and limit.constant is None for limit in (lowest, highest))
@@ -315,7 +290,9 @@ def _mean(value: Value) -> Facts:
 def is_shifted_by_max(value: Value) -> bool:
     """Whether it is some x minus the maximum of x (or anything that could be one), perhaps scaled."""
     if value.op in ("mul", "div"):
-        return value.high <= 88 or any(is_shifted_by_max(arg) for arg in value.args if not arg.host and arg.op in ("sub", "add", "mul"))
+        return value.high <= 88 or any(
+            is_shifted_by_max(arg) for arg in value.args if not arg.host and arg.op in ("sub", "add", "mul")
+        )
     if value.op in ("sub", "add") and len(value.args) > 1:
         shift = value.args[1] if value.op == "sub" else value.args[0]
         if shift.op in ("max", "amax", "logsumexp", "maximum", "cummax"):
@@ -335,7 +312,11 @@ def _spread(value: Value) -> Facts:
 
 
 def _cast(dtype: str) -> Transfer:
-    return lambda value: {"dtype": dtype, "low": value.args[0].low if value.args else -inf, "grad": dtype not in ("int", "bool")}
+    return lambda value: {
+        "dtype": dtype,
+        "low": value.args[0].low if value.args else -inf,
+        "grad": dtype not in ("int", "bool"),
+    }
 
 
 TRANSFERS: dict[str, Transfer] = {

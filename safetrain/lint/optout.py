@@ -30,7 +30,10 @@ def opt_outs(source: str) -> dict[int, frozenset[str]]:
                     prefixes = frozenset(re.findall(r"[A-Z]+\d*", codes.upper())) if codes else EVERYTHING
                     line = FILE if match["file"] else token.start[0]
                     found[line] = found.get(line, frozenset()) | prefixes
-    except (tokenize.TokenError, SyntaxError):  # what the parser accepts and the tokenizer does not: nothing is switched off
+    except (
+        tokenize.TokenError,
+        SyntaxError,
+    ):  # what the parser accepts and the tokenizer does not: nothing is switched off
         pass
     return found
 

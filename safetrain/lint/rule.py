@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,7 +50,9 @@ def value_rule(
     return register
 
 
-def routine_rule(code: str, title: str, *, why: str, safe: str, bad: str, good: str) -> Callable[[RoutineCheck], RoutineCheck]:
+def routine_rule(
+    code: str, title: str, *, why: str, safe: str, bad: str, good: str
+) -> Callable[[RoutineCheck], RoutineCheck]:
     """Registers a function that looks at the training-loop calls of one function, and yields what is wrong where."""
 
     def register(check: RoutineCheck) -> RoutineCheck:
@@ -70,6 +73,4 @@ def _text(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    import textwrap
-
     return textwrap.dedent(text).strip() + "\n"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from .context import autocast_type, dotted_name, is_no_grad
-from .evaluate import Evaluator, Scope, element_of
+from .evaluate import Evaluator, element_of
 from .events import Routine
+from .scope import Scope
 from .value import Value, join, named_value, number, reference
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -25,14 +26,17 @@ class Walker(Evaluator):
         self.routines: list[Routine] = []
 
     def file(self, tree: ast.Module) -> None:
-        if any(isinstance(node, ast.ClassDef) and any(dotted_name(base).endswith("Optimizer") for base in node.bases) for node in tree.body):
+        if any(
+            isinstance(node, ast.ClassDef) and any(dotted_name(base).endswith("Optimizer") for base in node.bases)
+            for node in tree.body
+        ):
             self.without_gradients = True  # an optimizer's helpers are called under no_grad
         self.body(tree.body)
         self._routine("<module>")
         while self.waiting:  # after the top level, so that functions know every global
             function, scope, name = self.waiting.pop(0)
             self._function_body(function, scope, name)
-        calls = {}
+        calls: dict[str, set[str]] = {}
         for routine in self.routines:
             calls.setdefault(routine.name.rpartition(".")[2], set()).update(routine.called)
         for routine in self.routines:
@@ -49,7 +53,10 @@ class Walker(Evaluator):
         outside_scope, outside, outside_blocks = self.scope, self.context, self.blocks
         outside_events = self.events, self.called
         self.events, self.called, self.blocks = [], set(), ()
-        self.scope, self.context = Scope(scope, _parameters(node, self)), replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients)
+        self.scope, self.context = (
+            Scope(scope, _parameters(node, self)),
+            replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients),
+        )
         for decorator in node.decorator_list:
             self._enter(self.value(decorator))
         self.body(node.body)
@@ -156,7 +163,9 @@ class Walker(Evaluator):
                 dotted = alias.name if alias.asname else alias.name.partition(".")[0]
                 self.scope.names[alias.asname or dotted] = reference(dotted)
             elif alias.name != "*":
-                self.scope.names[alias.asname or alias.name] = reference(f"{'.' * node.level}{node.module or ''}.{alias.name}")
+                self.scope.names[alias.asname or alias.name] = reference(
+                    f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                )
 
     def _register_buffer(self, node: ast.expr) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
@@ -238,11 +247,17 @@ def _parameters(node: Function, evaluator: Evaluator) -> dict[str, Value]:
     values = {arg.arg: named_value(arg.arg) for arg in every}
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [*zip(positional[len(positional) - len(spec.defaults) :], spec.defaults, strict=True)]
-    defaults += [(arg, default) for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default is not None]
+    defaults += [
+        (arg, default) for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default is not None
+    ]
     for arg, default in defaults:
         if values[arg.arg].op == "eps" and isinstance(default, ast.Constant) and isinstance(default.value, float):
             values[arg.arg] = number(default.value).but(host=False)
     for arg in every:
-        if arg.annotation is not None and isinstance(arg.annotation, ast.Name) and arg.annotation.id in ("float", "int", "bool", "str"):
+        if (
+            arg.annotation is not None
+            and isinstance(arg.annotation, ast.Name)
+            and arg.annotation.id in ("float", "int", "bool", "str")
+        ):
             values[arg.arg] = values[arg.arg].but(host=True, grad=False)
     return values

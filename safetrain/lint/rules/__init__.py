@@ -2,4 +2,14 @@
 
 from . import comparisons, division, domains, exponentials, logarithms, losses, masks, precision, training_loop
 
-__all__ = ["comparisons", "division", "domains", "exponentials", "logarithms", "losses", "masks", "precision", "training_loop"]
+__all__ = [
+    "comparisons",
+    "division",
+    "domains",
+    "exponentials",
+    "logarithms",
+    "losses",
+    "masks",
+    "precision",
+    "training_loop",
+]

@@ -89,7 +89,12 @@ def root_of_square_sum(value: Value, context: Context) -> str | None:
 )
 def singular_power(value: Value, context: Context) -> str | None:
     source = value.args[0]
-    if not source.zero or guarded(source, context) or singular_operand(value) is None or root_of_square_sum(value, context):
+    if (
+        not source.zero
+        or guarded(source, context)
+        or singular_operand(value) is None
+        or root_of_square_sum(value, context)
+    ):
         return None
     if source.op in ("sum", "mean") and source.low < 0:
         return None

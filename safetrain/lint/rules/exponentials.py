@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..context import Context
+from ..context import Context, dotted_name
 from ..rule import value_rule
 from ..value import Value
 from .evidence import is_bare_exp, is_exp_sum
@@ -109,7 +109,11 @@ def exp_of_log_scale(value: Value, context: Context) -> str | None:
     while source.op in ("mul", "div", "neg") and source.args:  # 0.5 * logvar
         constants = [arg.host for arg in source.args]
         source = source.args[constants.index(False)] if False in constants else source.args[0]
-    if source.op not in ("name", "call", "element", "linear", "sequence", "unknown") or source.high < 88 or source.names & context.tested:
+    if (
+        source.op not in ("name", "call", "element", "linear", "sequence", "unknown")
+        or source.high < 88
+        or source.names & context.tested
+    ):
         return None
     if context.no_grad:
         return None
@@ -120,7 +124,5 @@ def exp_of_log_scale(value: Value, context: Context) -> str | None:
 
 def _own_names(value: Value) -> set[str]:
     """The name it has here, not those of what it was computed from."""
-    from ..context import dotted_name
-
     name = dotted_name(value.node) if value.node is not None else ""
     return {name} if name else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from math import inf
 
 from ..context import Context
@@ -128,9 +129,15 @@ def hides_nan(value: Value, context: Context) -> str | None:
 
 
 def _spelt(value: Value) -> set[str]:
-    import ast
-
-    return {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(value.node) if isinstance(node, (ast.Name, ast.Attribute))} if value.node else set()
+    return (
+        {
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(value.node)
+            if isinstance(node, (ast.Name, ast.Attribute))
+        }
+        if value.node
+        else set()
+    )
 
 
 @value_rule(
@@ -159,7 +166,9 @@ def mask_too_large(value: Value, context: Context) -> str | None:
         return None
     if value.op == "mul" and not any(_is_mask_like(arg) for arg in value.args):
         return None
-    if value.op == "full" and not (context.autocast == "half" or value.kwargs.get("dtype", value).ref in ("torch.float16", "torch.half")):
+    if value.op == "full" and not (
+        context.autocast == "half" or value.kwargs.get("dtype", value).ref in ("torch.float16", "torch.half")
+    ):
         return None
     return f"the mask constant {large:g} does not fit in half precision"
 

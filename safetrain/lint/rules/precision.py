@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from ..context import Context
-from ..operations import LOSSES
 from ..rule import value_rule
 from ..value import HALF_ROUNDS_TO_ZERO, Value
+from ..vocabulary import LOSSES
 from .evidence import in_half
 
 CRITERION = re.compile(r"(^|_)(criterion|loss|loss_fn|loss_func|lossfn|loss_function|compute_loss|objective)$", re.I)
@@ -45,19 +45,28 @@ def loss_under_autocast(value: Value, context: Context) -> str | None:
         return None
     if value.op == "assign":
         made = value.args[0]
-        by_hand = made.op in ("mean", "sum") and re.search(r"(^|_)loss$", value.ref, re.I) and made.dtype != "float" and made.grad
+        by_hand = (
+            made.op in ("mean", "sum")
+            and re.search(r"(^|_)loss$", value.ref, re.I)
+            and made.dtype != "float"
+            and made.grad
+        )
         if by_hand and not re.search("loss", " ".join(_callees(made)), re.I):
             return "a hand-written loss under autocast is computed in half precision"
         return None
     if value.op == "call" and not (CRITERION.search(value.ref.rpartition(".")[2]) and len(value.args) > 1):
         return None
-    if value.args[0].dtype == "float" or value.args[0].host or value.args[0].op == "name" and "model" in value.args[0].names:
-        return None
+    logits = value.args[0]
+    if logits.dtype == "float" or logits.host or (logits.op == "name" and "model" in logits.names):
+        return None  # of `loss(model, batch)` the model is no logits
     return "loss under autocast of logits that were not converted with .float()"
 
 
 def _callees(value: Value) -> list[str]:
-    return [value.ref, *(name for arg in value.args for name in _callees(arg) if arg.op in ("call", "sum", "mean", *LOSSES))]
+    return [
+        value.ref,
+        *(name for arg in value.args for name in _callees(arg) if arg.op in ("call", "sum", "mean", *LOSSES)),
+    ]
 
 
 @value_rule(
@@ -86,7 +95,9 @@ def eps_vanishes(value: Value, context: Context) -> str | None:
     if operand.op not in ("add", "clamp", "clamp_min", "maximum") or not in_half(operand, context):
         return None
     guards = [*operand.args[1:], *operand.kwargs.values(), *operand.args[:1]]
-    tiny = next((guard.constant for guard in guards if guard.constant and 0 < guard.constant < HALF_ROUNDS_TO_ZERO), None)
+    tiny = next(
+        (guard.constant for guard in guards if guard.constant and 0 < guard.constant < HALF_ROUNDS_TO_ZERO), None
+    )
     return f"the eps {tiny:g} is 0 in half precision, so nothing guards this {value.op}" if tiny else None
 
 

@@ -145,7 +145,11 @@ def _clears_elsewhere(routine: Routine) -> bool:
 
     name = routine.name.rpartition(".")[2]
     callers = [other for other, called in routine.neighbours.items() if name in called]
-    return any(map(clears, routine.called)) or any(map(clears, callers)) or any("zero_grad" in called or "clear_grad" in called for called in routine.called)
+    return (
+        any(map(clears, routine.called))
+        or any(map(clears, callers))
+        or any("zero_grad" in called or "clear_grad" in called for called in routine.called)
+    )
 
 
 @routine_rule(
@@ -174,10 +178,18 @@ def _clears_elsewhere(routine: Routine) -> bool:
 )
 def accumulation_without_division(routine: Routine) -> Problems:
     for step in routine.of("step", "scaled_step"):
-        periodic = [node for kind, node in step.blocks if kind == "if" and isinstance(node, ast.If) and _is_periodic(node.test)]
+        periodic = [
+            node for kind, node in step.blocks if kind == "if" and isinstance(node, ast.If) and _is_periodic(node.test)
+        ]
         for backward in routine.of("backward"):
             inside = any(node is block for _, block in backward.blocks for node in periodic)
-            if not periodic or inside or backward.managed or backward.loops != step.loops[: len(backward.loops)] or not backward.loops:
+            if (
+                not periodic
+                or inside
+                or backward.managed
+                or backward.loops != step.loops[: len(backward.loops)]
+                or not backward.loops
+            ):
                 continue
             if not _is_scaled_down(backward.loss) and not _divides_gradients(routine):
                 yield backward, "the loss is accumulated over several batches and not divided by their number"
