@@ -88,7 +88,7 @@ def _add(value: Value) -> Facts:
     a, b = value.args
     low, high = a.low + b.low, a.high + b.high
     both = ""
-    if a.zero and b.zero and a.low >= 0 and b.low >= 0:
+    if a.zero and b.zero:
         both = a.zero
     elif a.op in ("abs", "square", "norm") and b.op in ("abs", "square", "norm"):
         both = "a sum of absolute values or squares is 0 when all of them are"
