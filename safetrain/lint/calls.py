@@ -91,7 +91,8 @@ class Calls(ABC):
         if callee.op == "instance":
             return self._module_call(callee, args, kwargs, node)
         name = dotted_name(func)
-        return self.operation("call", args, kwargs, node, ref=name).named(name)
+        made = self.operation("call", args, kwargs, node, ref=name)
+        return made.but(names=made.names | {name})
 
     def _is_attribute(self, func: ast.Attribute) -> bool:
         """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and is no method of `a`."""

@@ -70,14 +70,14 @@ class _Check:
         return sorted(kept)
 
     def _value(self, value: Value, context: Context) -> None:
-        self._forgive(value)
+        self._forgive(value, context)
         for rule in BY_OPERATION.get(value.op, ()):
             if rule.code in self.codes and value.args and rule.check is not None:
                 message = rule.check(value, context)
                 if message and value.node is not None:
                     self._add(rule, message, value.node, value)
 
-    def _forgive(self, value: Value) -> None:
+    def _forgive(self, value: Value, context: Context) -> None:
         """Takes back findings that a later operation makes good.
 
         Zeros filled in after a softmax of scores that masked_fill (not a sum with -inf) masked make it clean, also in its gradient. A `where` about the denominator
@@ -87,7 +87,7 @@ class _Check:
             self._cancel(("ST202",), value.args[0])
         if value.op == "where" and len(value.args) > 2:
             for branch in value.args[1:3]:
-                if operation := hidden(branch, value.args[0]):
+                if operation := hidden(branch, value.args[0], context):
                     self._cancel(("ST102", "ST201", "ST203"), operation)
         if value.op in ("masked_fill", "nan_to_num", "where"):
             for source in value.args:

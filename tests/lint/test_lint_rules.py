@@ -153,6 +153,7 @@ BAD = [
     ("ST501", "with torch.cuda.amp.autocast():\n    out = kwargs['m'](x)\n    loss = nn.MSELoss()(out, y)\nreturn loss"),
     ("ST501", "m, criterion = kwargs['m'], kwargs['c']\nwith torch.amp.autocast('cuda', dtype=torch.bfloat16):\n    loss = criterion(m(x), y)\nreturn loss"),
     ("ST501", "m = kwargs['m']\nwith torch.autocast('cuda'):\n    loss = ((m(x) - y) ** 2).mean()\nreturn loss"),
+    ("ST501", "m = kwargs['m']\nwith torch.autocast('cuda'):\n    return m.criterion(m(x), y)"),
     ("ST502", "x = x.half()\nreturn torch.log(x + 1e-12)"),
     ("ST502", "x = x.to(torch.float16)\nreturn y / (x + 1e-8)"),
     ("ST502", "with torch.autocast('cuda', dtype=torch.float16):\n    return torch.log(x.softmax(-1) + 1e-12)"),
@@ -258,6 +259,8 @@ GOOD = [
     "with torch.autocast('cuda'):\n    return F.cross_entropy(kwargs['m'](x).float(), y)",
     "with torch.autocast('cuda'):\n    return F.cross_entropy(kwargs['m'](x).to(torch.float32), y)",
     "with torch.autocast('cuda', enabled=False):\n    return F.cross_entropy(x, y)",
+    "m = kwargs['m']\nwith torch.autocast('cuda'):\n    return m.loss_fn(model, x)",
+    "if abs(y) < 1e-6:\n    return x\nq = x / y\nreturn torch.where(torch.isinf(q), 0.0, q)",
     "x = x.half()\nreturn torch.log(x + 1e-4)",
     "x = x.half()\nreturn torch.log(x.float() + 1e-12)",
     "x = x.bfloat16()\nreturn torch.log(x + 1e-12)",
@@ -334,7 +337,9 @@ def test_files_about_other_arrays_are_left_alone() -> None:
 
 
 def test_numpy_values_are_left_alone() -> None:
-    assert codes("import numpy as np\ndef f(x):\n    w = np.exp(x)\n    return w / w.sum() + np.log(np.sum(x))\n") == set()
+    assert (
+        codes("import numpy as np\ndef f(x):\n    w = np.exp(x)\n    return w / w.sum() + np.log(np.sum(x))\n") == set()
+    )
 
 
 def test_decorators_switch_gradients_off() -> None:

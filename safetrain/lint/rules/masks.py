@@ -14,11 +14,11 @@ from .evidence import needs_gradient
 NAMES = {"div": "a division", "pow": "a power", "sqrt": "a square root", "reciprocal": "a reciprocal"}
 
 
-def hidden(branch: Value, condition: Value) -> Value | None:
+def hidden(branch: Value, condition: Value, context: Context) -> Value | None:
     """The operation in `branch` whose bad inputs `condition` is there to hide: it is about the same names."""
     for operation in branch.unsafe:
         operand = singular_operand(operation)
-        if operand is None:
+        if operand is None or operand.names & context.tested:
             continue
         if _about(condition) & (operand.spelling | branch.labels):
             return operation
@@ -63,7 +63,7 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
         return None
     condition = value.args[0] if value.op == "where" else value.args[1]
     for branch in value.args[1:3] if value.op == "where" else value.args[:1]:
-        what = hidden(branch, condition) if branch.grad else None
+        what = hidden(branch, condition, context) if branch.grad else None
         if what:
             return f"{value.op} hides {_named(what)} in the forward only; the gradient is NaN where it is hidden"
     return None
@@ -90,10 +90,10 @@ def select_after_unsafe(value: Value, context: Context) -> str | None:
     if context.no_grad or not value.args:
         return None
     if value.op == "boolean_index":
-        what = hidden(*value.args) if value.args[0].grad else None
+        what = hidden(value.args[0], value.args[1], context) if value.args[0].grad else None
         return f"a boolean index after {_named(what)}: its gradient is NaN where it was not selected" if what else None
     for one, other in (value.args, value.args[::-1]):
-        if other.is_mask and one.grad and (what := hidden(one, other)):
+        if other.is_mask and one.grad and (what := hidden(one, other, context)):
             return f"a mask multiplied after {_named(what)}: NaN * 0 is NaN"
     return None
 

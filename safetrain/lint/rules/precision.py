@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from ..context import Context
@@ -11,6 +12,7 @@ from ..vocabulary import LOSSES
 from .evidence import in_half
 
 CRITERION = re.compile(r"(^|_)(criterion|loss|loss_fn|loss_func|lossfn|loss_function|compute_loss|objective)$", re.I)
+MODEL = re.compile(r"model|(^|[._])net(work)?$", re.I)
 
 
 @value_rule(
@@ -54,12 +56,18 @@ def loss_under_autocast(value: Value, context: Context) -> str | None:
         if by_hand and not re.search("loss", " ".join(_callees(made)), re.I):
             return "a hand-written loss under autocast is computed in half precision"
         return None
-    if value.op == "call" and not (CRITERION.search(value.ref.rpartition(".")[2]) and len(value.args) > 1):
+    given = _positional(value)
+    if value.op == "call" and not (CRITERION.search(value.ref.rpartition(".")[2]) and len(given) > 1):
         return None
-    logits = value.args[0]
-    if logits.dtype == "float" or logits.host or (logits.op == "name" and "model" in logits.names):
-        return None  # of `loss(model, batch)` the model is no logits
+    if not given or given[0].dtype == "float" or given[0].host or MODEL.search(" ".join(given[0].labels)):
+        return None  # of `loss_fn(model, batch)` the model is no logits
     return "loss under autocast of logits that were not converted with .float()"
+
+
+def _positional(value: Value) -> tuple[Value, ...]:
+    """The arguments without the object whose method it is."""
+    num_written = len(value.node.args) if isinstance(value.node, ast.Call) else len(value.args)
+    return value.args[len(value.args) - num_written :] if value.op == "call" else value.args
 
 
 def _callees(value: Value) -> list[str]:
