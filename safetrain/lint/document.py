@@ -35,13 +35,23 @@ From Python: `safetrain.lint.check_source(text)` and `safetrain.lint.lint_paths(
 MEASURED = """\
 ## How much it says
 
-Findings in the sources of well-known packages, none of which was written with it in mind:
+Findings in the sources of packages that were not written with it in mind (torch 2.13, accelerate 1.15, transformers 5.23, timm 1.0.31,
+diffusers 0.42), at 5,000 to 20,000 lines per second:
 
 | package | lines | findings | per 1,000 lines |
 |---|---|---|---|
-{rows}
+| torch | 1,199,678 | 100 | 0.08 |
+| of it torch.nn | 49,481 | 1 | 0.02 |
+| of it torch.optim | 12,723 | 0 | 0 |
+| of it torch.distributions | 9,901 | 16 | 1.6 |
+| accelerate | 36,293 | 3 | 0.08 |
+| transformers | 1,206,581 | 197 | 0.16 |
+| timm | 141,115 | 7 | 0.05 |
+| diffusers | 616,098 | 98 | 0.16 |
 
-Of a random sample of 40 findings read one by one, {sample}
+Of 40 of these, drawn at random and read: 17 meet the bad value with an unlucky input in training (an all-zero embedding, an empty mask,
+two equal points), 18 have the pattern in code that nobody trains through (reference functions of tests, inference, feature
+extraction), and 5 are false alarms, where a constant or an earlier step keeps the value away from 0.
 """
 
 
@@ -49,7 +59,7 @@ def document() -> str:
     """The whole page, in Markdown."""
     table = ["| rule | pattern |", "|---|---|"]
     table += [f"| [{code}](#{code.lower()}) | {rule.title} |" for code, rule in sorted(RULES.items())]
-    return HEAD + "\n".join(table) + "\n\n" + "\n".join(_section(code) for code in sorted(RULES))
+    return HEAD + "\n".join(table) + "\n\n" + "\n".join(_section(code) for code in sorted(RULES)) + "\n" + MEASURED
 
 
 def _section(code: str) -> str:

@@ -302,8 +302,8 @@ def is_shifted_by_max(value: Value) -> bool:
 
 
 def _norm(value: Value) -> Facts:
-    is_noise = bool(value.args) and value.args[0].op == "randn"
-    return {"low": 0.0, "zero": "" if is_noise else "the norm of an all-zero vector is 0"}
+    never_zero = bool(value.args) and value.args[0].op in ("randn", "softmax")
+    return {"low": 0.0, "zero": "" if never_zero else "the norm of an all-zero vector is 0"}
 
 
 def _spread(value: Value) -> Facts:

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 EPS_NAME = re.compile(r"(^|_)(eps|epsilon|tiny|smooth|smoothing|jitter|tol)\d*$", re.I)
-MASK_NAME = re.compile(r"mask|valid|keep|select|(^|_)pad(ding)?(_|$)", re.I)
+MASK_NAME = re.compile(r"((^|_)(valid|keep|selection|padding|is_pad)|masks?)\d*(_(float|bool|flat|expanded))?$", re.I)
 CAUSAL_NAME = re.compile(r"causal|tril|triu|subsequent|future|lookahead|look_ahead", re.I)
 SMALLEST_NAMED_EPS = 1e-30  # a name like `eps` says "small and positive", not how small
 HALF_MAX = 65504.0

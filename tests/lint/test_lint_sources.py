@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -202,6 +203,16 @@ def test_thousands_of_lines_per_second_without_torch() -> None:
 def test_the_documentation_is_that_of_the_rules() -> None:
     text = (ROOT / "docs/lint.md").read_text(encoding="utf-8")
     assert text == document(), "run: python -m safetrain.lint.document > docs/lint.md"
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_examples_run_and_name_what_exists(code: str) -> None:
+    rule = RULES[code]
+    for example in (rule.bad, rule.good):
+        exec(compile(example, code, "exec"), {})
+    safe = {"log", "div", "sqrt", "norm", "pow", "exp", "softmax", "log_softmax", "bce", "masked_mean", "std", "acos", "asin",
+            "atanh", "normalize", "cosine_similarity"}  # fmt: skip
+    assert set(re.findall(r"safetrain\.safe\.(\w+)", rule.safe)) <= safe
 
 
 @pytest.mark.parametrize("code", RULES)

@@ -52,10 +52,10 @@ def log_of_probability(value: Value, context: Context) -> str | None:
             return torch.log(frames.pow(2).sum(-1))
         """,
     good="""
-        from safetrain import safe
+        import torch
 
         def log_energy(frames):
-            return safe.log(frames.pow(2).sum(-1))
+            return torch.log(frames.pow(2).sum(-1).clamp(min=1e-6))
         """,
 )
 def log_of_zero(value: Value, context: Context) -> str | None:

@@ -22,9 +22,16 @@ def hidden(branch: Value, condition: Value, context: Context) -> Value | None:
             continue
         if _about(condition) & (operand.spelling | branch.labels):
             return operation
-        if operation.node is branch.node and condition.is_mask and operand.op in ("name", "call", "element"):
-            return operation  # where(mask, log(x), 0), directly
     return None
+
+
+def _masked_at_once(branch: Value, condition: Value, context: Context) -> Value | None:
+    """where(mask, log(x), 0): nothing is known of the mask, but it stands directly over an operation that can go wrong."""
+    operation = branch.unsafe[-1] if branch.unsafe and branch.unsafe[-1].node is branch.node else None
+    operand = singular_operand(operation) if operation is not None else None
+    if operand is None or condition.op != "mask" or operand.op not in ("name", "call", "element"):
+        return None
+    return None if operand.names & context.tested else operation
 
 
 def _about(condition: Value) -> frozenset[str]:
@@ -63,7 +70,9 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
         return None
     condition = value.args[0] if value.op == "where" else value.args[1]
     for branch in value.args[1:3] if value.op == "where" else value.args[:1]:
-        what = hidden(branch, condition, context) if branch.grad else None
+        what = (
+            (hidden(branch, condition, context) or _masked_at_once(branch, condition, context)) if branch.grad else None
+        )
         if what:
             return f"{value.op} hides {_named(what)} in the forward only; the gradient is NaN where it is hidden"
     return None
