@@ -205,6 +205,10 @@ class Calls(ABC):
             return self.operation(name + "imum", args, kwargs, node)
         if name == "abs" and len(args) == 1:
             return self.operation("abs", args, kwargs, node)
+        if (
+            name == "sum" and len(args) == 1 and args[0].op in ("square", "exp", "mul", "abs")
+        ):  # Python's sum of a tensor's rows
+            return self.operation("sum", args, kwargs, node)
         if name == "pow" and len(args) == 2:
             return self.operation("pow", args, kwargs, node)
         if name in ("float", "int", "len", "round"):

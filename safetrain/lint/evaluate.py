@@ -240,6 +240,8 @@ class Evaluator(Calls):
             self.value(target.value)
             return
         minus_inf = value.low == value.high == -inf
+        if index.is_mask:  # the same as masked_fill, and as bad
+            self.check(Value("masked_fill", (before, index, value), node=target), self.context)
         after = before.but(
             zero="",
             sanitised=True,

@@ -61,6 +61,8 @@ def singular_operand(value: Value) -> Value | None:
         bad = bad and not operand.host
     elif value.op in ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal") and value.args:
         operand, bad = value.args[0], value.args[0].low <= 0
+    elif value.op == "exp" and value.args:
+        operand, bad = value.args[0], value.args[0].high > 88 and not is_shifted_by_max(value.args[0])
     elif value.op in ("acos", "asin", "atanh") and value.args:
         operand, bad = value.args[0], value.args[0].low <= -1 or value.args[0].high >= 1
     elif value.op == "pow" and len(value.args) == 2 and not value.args[0].host:
@@ -336,6 +338,7 @@ TRANSFERS: dict[str, Transfer] = {
     "bincount": lambda value: {"low": 0.0, "zero": "a class that does not occur has the count 0", "grad": False},
     "scatter_add": lambda value: {"zero": "a group that nothing falls into stays 0" if value.args[0].op == "zeros" else ""},
     "index_add": lambda value: {"zero": "a group that nothing falls into stays 0" if value.args[0].op == "zeros" else ""},
+    "tensor": lambda value: {"low": value.args[0].low, "high": value.args[0].high, "grad": False} if value.args[0].op == "const" else {},
     "one_hot": lambda value: {"low": 0.0, "high": 1.0, "grad": False},
     "triu": lambda value: {"causal": True}, "tril": lambda value: {"causal": True},
     "int": _cast("int"), "long": _cast("int"), "bool": _cast("bool"),

@@ -191,6 +191,8 @@ class Walker(Evaluator):
         self.context = decided
         else_ended = self._inside("else", node, node.orelse) if node.orelse else False
         otherwise = self.scope.names
+        if then_ended and isinstance(node.body[-1], ast.Continue):  # what follows in the loop is done only sometimes
+            self.blocks = (*self.blocks, ("if", node))
         # After `if n == 0: return`, everything below stands behind the test.
         self.context = decided if then_ended != else_ended else outside
         if then_ended != else_ended:

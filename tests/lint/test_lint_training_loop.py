@@ -62,6 +62,7 @@ ROWS = [
     (["ST703"], "loss = F.mse_loss(model(data), n)\nloss.backward()\noptimizer.step()"),
     (["ST704"], loop(FORWARD, "loss.backward()", STEP)),
     (["ST704"], loop(FORWARD, "scaler.scale(loss).backward()", STEP.replace("optimizer.step()", "scaler.step(optimizer)"))),
+    (["ST704"], loop(FORWARD, "loss.backward()", "if (i + 1) % n != 0:\n    continue", "optimizer.step()", "optimizer.zero_grad()")),
     (["ST705"], loop("optimizer.zero_grad()", FORWARD, "optimizer.step()", "loss.backward()")),
     (["ST706"], loop(FORWARD, "loss.backward()", "optimizer.zero_grad()", "optimizer.step()")),
     (["ST707"], loop("optimizer.zero_grad()", FORWARD, "scaler.scale(loss).backward()", "optimizer.step()")),

@@ -29,7 +29,7 @@ def _masked_at_once(branch: Value, condition: Value, context: Context) -> Value 
     """where(mask, log(x), 0): nothing is known of the mask, but it stands directly over an operation that can go wrong."""
     operation = branch.unsafe[-1] if branch.unsafe and branch.unsafe[-1].node is branch.node else None
     operand = singular_operand(operation) if operation is not None else None
-    if operand is None or condition.op != "mask" or operand.op not in ("name", "call", "element"):
+    if operand is None or condition.op not in ("mask", "name") or operand.op not in ("name", "call", "element"):
         return None
     return None if operand.names & context.tested else operation
 
