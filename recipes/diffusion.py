@@ -88,7 +88,7 @@ def sliced_distance(one: Tensor, other: Tensor, num_directions: int = 64) -> Ten
     return gap.abs().mean()
 
 
-def diffusion_loss(model: nn.Module, clean: Tensor, max_snr: float = 5.0) -> dict[str, Tensor]:
+def diffusion_loss(model: nn.Module, clean: Tensor, max_snr: float = 100.0) -> dict[str, Tensor]:
     """Squared error of the predicted noise, weighted so that no time with a signal-to-noise ratio above `max_snr` dominates."""
     network = getattr(model, "module", model)  # the model itself, also when it is wrapped for several processes
     times = torch.randint(len(network.kept), (len(clean),), device=clean.device)
