@@ -39,7 +39,7 @@ class CartPole:
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rewards, whether an episode failed, and whether it is over; carts whose episode is over start anew."""
-        x, velocity, angle, spin = self.state.T
+        _, velocity, angle, spin = self.state.T
         total = CART_MASS + POLE_MASS
         push = (np.where(actions == 1, FORCE, -FORCE) + POLE_MASS * HALF_LENGTH * spin**2 * np.sin(angle)) / total
         inertia = HALF_LENGTH * (4 / 3 - POLE_MASS * np.cos(angle) ** 2 / total)
@@ -61,7 +61,9 @@ class GymEnvironments:
         try:
             import gymnasium
         except ImportError as error:
-            raise ImportError(f"{name} needs gymnasium. To fix: pip install gymnasium, or use env: cartpole.") from error
+            raise ImportError(
+                f"{name} needs gymnasium. To fix: pip install gymnasium, or use env: cartpole."
+            ) from error
         same_step = gymnasium.vector.AutoresetMode.SAME_STEP
         self.envs = gymnasium.make_vec(name, num_envs, vector_kwargs={"autoreset_mode": same_step})
         self.num_observations = self.envs.single_observation_space.shape[0]

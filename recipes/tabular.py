@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ class MLP(nn.Module):
         super().__init__()
         widths = [num_features, *[width] * depth]
         layers: list[nn.Module] = []
-        for before, after in zip(widths[:-1], widths[1:], strict=True):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.SiLU(), nn.Dropout(dropout)]
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 

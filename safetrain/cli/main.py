@@ -27,6 +27,7 @@ COMMANDS = {
     "fit": "Train.",
     "config": "Show, check or document a config.",
     "explain": "Print the loop with the guards plugged into it.",
+    "recipes": "List or copy the recipes that ship with safetrain.",
     "env": "Print versions and devices, for a bug report.",
 }
 
