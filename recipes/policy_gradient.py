@@ -64,8 +64,8 @@ class GymEnvironments:
             raise ImportError(
                 f"{name} needs gymnasium. To fix: pip install gymnasium, or use env: cartpole."
             ) from error
-        same_step = gymnasium.vector.AutoresetMode.SAME_STEP
-        self.envs = gymnasium.make_vec(name, num_envs, vector_kwargs={"autoreset_mode": same_step})
+        options = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+        self.envs = gymnasium.make_vec(name, num_envs, vectorization_mode="sync", vector_kwargs=options)
         self.num_observations = self.envs.single_observation_space.shape[0]
         self.num_actions = int(self.envs.single_action_space.n)
         self.observation, _ = self.envs.reset(seed=seed)

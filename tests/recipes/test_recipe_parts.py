@@ -219,6 +219,18 @@ def test_advantages_without_a_critic_are_discounted_returns():
     assert rollouts.advantages(experience, torch.zeros(1)).flatten().tolist() == [1.75, 1.5, 1.0]
 
 
+def test_the_physics_are_those_of_gymnasium():
+    pytest.importorskip("gymnasium")
+    theirs = get("policy_gradient:GymEnvironments")("CartPole-v1", num_envs=4)
+    ours = get("policy_gradient:CartPole")(num_envs=4)
+    ours.state = theirs.observe().astype(np.float64)
+    for action in (1, 0, 1, 1, 0):
+        actions = np.full(4, action)
+        one, other = ([part.tolist() for part in envs.step(actions)] for envs in (ours, theirs))
+        assert one == other
+        np.testing.assert_allclose(ours.observe(), theirs.observe(), rtol=1e-4, atol=1e-6)
+
+
 def test_without_gymnasium_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ImportError, match=r"needs gymnasium\. To fix: pip install gymnasium"):
