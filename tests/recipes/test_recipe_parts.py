@@ -147,11 +147,11 @@ def test_recall_counts_neighbours_of_the_same_class():
 
 
 def test_the_noise_schedule_goes_from_all_signal_to_none():
-    kept = get("diffusion:Diffusion")(num_times=100).kept
+    kept = get("diffusion:Diffusion")(nn.Identity(), num_times=100).kept
     assert kept[0] > 0.999
     assert 0 < kept[-1] < 1e-3
     assert (kept.diff() < 0).all()
-    assert get("diffusion:Diffusion")(num_times=100, zero_terminal_snr=True).kept[-1] == 0
+    assert get("diffusion:Diffusion")(nn.Identity(), num_times=100, zero_terminal_snr=True).kept[-1] == 0
 
 
 def test_the_sliced_distance_of_a_shift_is_its_mean_projection():
@@ -159,6 +159,32 @@ def test_the_sliced_distance_of_a_shift_is_its_mean_projection():
     distance = get("diffusion:sliced_distance")
     assert distance(points, points[torch.randperm(500)]) < 1e-6
     assert distance(points, points + torch.tensor([1.0, 0.0]), 4096).item() == pytest.approx(2 / math.pi, abs=0.02)
+
+
+def test_a_denoiser_that_knows_the_data_samples_it():
+    class Knows(nn.Module):
+        """Every sample is 0.7: the noise is what is left when that is taken away."""
+
+        def forward(self, noisy, time_features):
+            kept = model.kept[model.times]
+            return (noisy - kept.sqrt() * 0.7) / (1 - kept).sqrt()
+
+    class Timed(get("diffusion:Diffusion")):  # type: ignore[misc]
+        def forward(self, noisy, times):
+            self.times = times[0]
+            return super().forward(noisy, times)
+
+    model = Timed(Knows(), num_times=50, mean=1.0, std=2.0)
+    torch.testing.assert_close(model.sample((5, 3)), torch.full((5, 3), 0.7 * 2 + 1), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "channels", "levels"), [(8, 1, 1), (7, 3, 2)])
+def test_the_image_denoiser_keeps_the_shape(size: int, channels: int, levels: int):
+    model = get("diffusion:Diffusion")(get("diffusion:ImageDenoiser")(channels, 8, levels), num_times=5)
+    images = torch.rand(3, channels, size, size)
+    assert model(images, torch.arange(3)).shape == images.shape
+    losses = get("diffusion:diffusion_loss")(model.eval(), (images, torch.zeros(3)))
+    assert losses["sliced_distance"].isfinite()
 
 
 @pytest.mark.parametrize("kind", ["moons", "ring"])

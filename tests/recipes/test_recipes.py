@@ -31,6 +31,7 @@ ROWS = [
     Row("lstm", steps=45),
     Row("contrastive", steps=30),
     Row("diffusion", steps=20),
+    Row("diffusion_images", steps=8),
     Row("policy_gradient", steps=40),
     Row("finetune_hf", steps=10),
 ]

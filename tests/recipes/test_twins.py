@@ -88,11 +88,17 @@ def results(tmp_path_factory: pytest.TempPathFactory):
     return result
 
 
-def test_every_broken_config_has_a_row():
+def recipe_source(name: str) -> str:
+    """The file that holds the recipe's model."""
+    model = load(name).model
+    assert model is not None
+    return model["_target_"].partition(":")[0]
+
+
+def test_every_broken_config_has_a_row_and_every_recipe_a_broken_config():
     assert sorted(twin.name for twin in TWINS) == sorted(recipe.name for recipe in all_recipes() if recipe.breaks)
-    assert {recipe.name for recipe in all_recipes() if not recipe.breaks} <= {
-        recipe.breaks for recipe in all_recipes() if recipe.breaks
-    }
+    sources = {recipe_source(recipe.name) for recipe in all_recipes() if not recipe.breaks}
+    assert sources == {recipe_source(recipe.breaks) for recipe in all_recipes() if recipe.breaks}
 
 
 def test_goes_wrong_where_the_table_says(twin: Twin, results):
