@@ -9,9 +9,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from recipe_runs import load, run
 from torch import nn
 
 from safetrain import SafeTrainer
+from safetrain.cli.main import run as safetrain
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 32
@@ -225,3 +227,16 @@ def test_a_model_trains_on_a_token_file(tmp_path: Path):
     result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
     assert result.healthy
     assert result.evaluations[-1]["loss"] < 3 < math.log(300) - 2
+
+
+def test_the_config_for_token_files_in_the_documentation_trains(tmp_path: Path):
+    assert safetrain(["recipes", "cp", "char_gpt", str(tmp_path)]) == 0
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    shown = text.partition("```yaml\n")[2].partition("```")[0]
+    (np.arange(4000) % 300).astype(np.uint16).tofile(tmp_path / "corpus.bin")
+    (tmp_path / "my_corpus.yaml").write_text(
+        shown.replace("corpus.bin", str(tmp_path / "corpus.bin")), encoding="utf-8"
+    )
+    result = run(load(tmp_path / "my_corpus.yaml", "loop.max_steps=1", "data.batch_size=2"), tmp_path / "run")
+    assert result.healthy
+    assert "bits_per_token" in result.evaluations[-1]

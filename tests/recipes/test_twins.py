@@ -62,11 +62,8 @@ TWINS = [
 ]
 # fmt: on
 
-pytestmark = [
-    pytest.mark.slow,
-    # The deviation of one value is what contrastive_broken is about.
-    pytest.mark.filterwarnings(r"ignore:std\(\). degrees of freedom is <= 0:UserWarning"),
-]
+# The deviation of one value is what contrastive_broken is about.
+pytestmark = pytest.mark.filterwarnings(r"ignore:std\(\). degrees of freedom is <= 0:UserWarning")
 
 
 @pytest.fixture(params=TWINS, ids=lambda twin: twin.name)
@@ -101,6 +98,7 @@ def test_every_broken_config_has_a_row_and_every_recipe_a_broken_config():
     assert sources == {recipe_source(recipe.breaks) for recipe in all_recipes() if recipe.breaks}
 
 
+@pytest.mark.slow
 def test_goes_wrong_where_the_table_says(twin: Twin, results):
     incident = results(twin.name).incidents[0]
     first, last = twin.first_step if isinstance(twin.first_step, tuple) else (twin.first_step, twin.first_step)
@@ -110,12 +108,14 @@ def test_goes_wrong_where_the_table_says(twin: Twin, results):
         assert incident.trigger.signal == twin.signal
 
 
+@pytest.mark.slow
 def test_the_fix_in_the_header_is_one(twin: Twin, results):
     fixed = results(twin.name, *twin.fix)
     assert fixed.healthy
     assert fixed.best is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", [twin for twin in TWINS if twin.by_skipping], ids=lambda twin: twin.name)
 def test_survives_and_learns_as_much_as_its_healthy_self(twin: Twin, results):
     needs(twin.name)
@@ -129,6 +129,7 @@ def test_survives_and_learns_as_much_as_its_healthy_self(twin: Twin, results):
 
 if INVESTIGATED:
 
+    @pytest.mark.slow
     def test_origin_and_cause_are_found(twin: Twin, results):
         incident = next(i for i in results(twin.name).incidents if i.trigger.signal == twin.signal)
         assert incident.origin.phase == twin.phase
