@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": "Print the loop with the guards plugged into it.",
     "lint": "Look for patterns in source code that go NaN later.",
     "init": "Create a new project that trains as generated.",
+    "recipes": "List or copy the recipes that ship with safetrain.",
     "env": "Print versions and devices, for a bug report.",
 }
 

@@ -68,7 +68,7 @@ def test_wheel_holds_types_recipes_and_configs(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     bundled = {
         f"safetrain/bundled/{path.relative_to(ROOT).as_posix()}"
-        for pattern in ("recipes/*.py", "configs/*.yaml")
+        for pattern in ("recipes/**/*.py", "recipes/**/*.npz", "configs/**/*.yaml")
         for path in ROOT.glob(pattern)
     }
     assert bundled
