@@ -26,6 +26,8 @@ EXIT_INCIDENTS = 5
 # Help is written here as well, because asking the commands for it would import them all.
 COMMANDS = {
     "fit": "Train.",
+    "resume": "Go on with a run exactly where it was.",
+    "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",
     "explain": "Print the loop with the guards plugged into it.",
     "lint": "Look for patterns in source code that go NaN later.",
