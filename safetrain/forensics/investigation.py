@@ -21,7 +21,7 @@ from .causes import judge
 from .finding import Finding, locate, locate_buffer, locate_error
 from .fixes import suggest
 from .path import propagation
-from .raised import is_numeric
+from .raised import explain_error, is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
@@ -127,14 +127,22 @@ def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
 
 def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     trace = replayer.traced()
+    if trace.error is not None and replayer.plain().error is None:
+        raise RuntimeError(
+            f"the step raises only when traced: {type(trace.error).__name__}: {trace.error}"
+        ) from trace.error
     finding, signal = _find(replayer, trace)
     if finding is None and replayer.is_compiled and trace.error is None:
         return _compare_with_compiled(replayer, trace)
     if finding is None:
         healthy = trace.finite or signal == "handled"
-        return Diagnosis(
-            healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None)
+        replay = _replay_of(replayer, trace, None)
+        diagnosis = Diagnosis(
+            healthy, "" if healthy else signal, None, trace.micro_batch, error=trace.error, replay=replay
         )
+        if trace.error is not None:
+            diagnosis.cause = explain_error(trace.error)
+        return diagnosis
     diagnosis = Diagnosis(signal=signal, micro_batch=trace.micro_batch, error=trace.error)
     diagnosis.value = float(trace.loss) if signal == "loss" and trace.loss is not None else finding.sink
     if finding.is_low_precision or remedy_trials.uses_low_precision(replayer):

@@ -75,6 +75,33 @@ def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
+def test_an_optimizer_with_nested_state_of_its_own_is_put_back() -> None:
+    class Nested(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.log: list[float] = []
+            self.norms = {"last": torch.zeros(())}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                history = self.state[p].setdefault("history", [torch.zeros_like(p)])
+                history[0].add_(p.grad)
+                history.append(p.grad.clone())
+                self.norms["last"].copy_(p.grad.norm())
+                self.log.append(float(p.grad.norm()))
+                p.sub_(history[0])
+
+    model = Tiny()
+    optimizer = Nested(model.parameters())
+    model(torch.randn(3, 4)).mean().backward()
+    optimizer.step()
+    before = copy.deepcopy([optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]])
+    assert investigate(model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), optimizer=optimizer) is None
+    after = [optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]]
+    assert str(before) == str(after)
+
+
 def test_what_a_module_keeps_in_passing_is_put_back_too() -> None:
     class Keeper(Tiny):
         def __init__(self) -> None:
