@@ -149,14 +149,16 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         finding.finite_in_fp32 = remedy_trials.in_fp32(replayer).finite
     diagnosis.origin = finding.origin()
     diagnosis.cause = judge(finding)
+    if len(replayer.step.window) > 1:
+        diagnosis.cause.explanation += f"; in micro-batch {trace.micro_batch} of {len(replayer.step.window)}"
     diagnosis.propagation = propagation(finding, replayer)
     again = replayer.plain()
     diagnosis.replay = _replay_of(replayer, trace, again)
     found = Samples([])
     if effort.samples and finding.phase not in ("params", "optimizer"):
-        found = sample_search.search(replayer, finding, effort.max_replays // 2)
+        found = _search_samples(replayer, finding, effort)
         diagnosis.samples = found.guilty
-        if found.guilty and found.note:
+        if found.note and (found.guilty or found.failed):
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
     if effort.remedies:
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
@@ -164,6 +166,14 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         diagnosis.patch, diagnosis.island = trials.patch, trials.island
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
     return diagnosis
+
+
+def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Samples:
+    """What is already known must not be lost when a batch is too unusual to be taken apart."""
+    try:
+        return sample_search.search(replayer, finding, effort.max_replays // 2)
+    except Exception as error:
+        return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
 
 
 def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,30 @@ def test_the_guilty_micro_batch_of_a_window() -> None:
     window[2][1] = math.inf
     found = diagnose(Step(Tiny(), lambda m, b: m(b).pow(2).mean(), window))
     assert (found.micro_batch, found.samples, found.origin.phase) == (2, [1], "data")
+    assert "in micro-batch 2 of 4" in found.cause.explanation
+
+
+def test_a_batch_with_a_constructor_of_its_own() -> None:
+    class Named(dict[str, Any]):
+        def __init__(self, x: Tensor, why: str) -> None:
+            super().__init__(x=x)
+            self.why = why
+
+    batch = Named(torch.rand(4, 4), "it takes two arguments")
+    batch["x"][2] = math.nan
+    found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() * len(b.why), [batch]))
+    assert (found.cause.label, found.samples) == ("bad_input_data", [2])
+
+
+def test_a_search_for_samples_that_fails_does_not_lose_the_rest() -> None:
+    class Fixed(UserDict[str, Any]):
+        def __init__(self, x: Tensor, why: str) -> None:
+            super().__init__(x=x)
+            self.why = why
+
+    found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() / 0, [Fixed(torch.rand(4, 4), "")]))
+    assert (found.cause.label, found.samples) == ("division_by_zero", [])
+    assert "the search failed" in found.cause.explanation
 
 
 def test_samples_that_interact_are_said_to() -> None:
