@@ -190,7 +190,7 @@ def infinite_gradient_that_a_hook_clips():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1.0))
-    return model, lambda m, b: m(b).pow(2).mean() + 1e-3 * m(b).sum(), torch.randn(3, 4), optimizer
+    return model, lambda m, b: m(b).sum(), torch.randn(3, 4), optimizer
 
 
 @control
