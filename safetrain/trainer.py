@@ -308,6 +308,7 @@ class SafeTrainer(TrainerParts):
     def _prepared(self) -> Iterator[Keeper]:
         """Hooks of the guards installed, the run announced; everything taken off again at the end."""
         with ExitStack() as stack:
+            self._at_end = stack
             self._keeper = Keeper(self)
             stack.push(lambda kind, error, trace: self._keeper.close(error))
             stack.callback(self.stream.close)

@@ -60,7 +60,10 @@ class Samples(Rung):
         return config.max_healed
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and bool(case.incident.samples)
+        if not case.is_non_finite or case.is_late or not case.incident.samples:
+            return False
+        # Where most of a batch is guilty, it is the computation that is wrong, and little would be left to learn from.
+        return 2 * len(case.incident.samples) <= num_samples(case.window[case.notes.get("micro_batch", 0)])
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
         window = list(case.window)
