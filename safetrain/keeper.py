@@ -38,7 +38,7 @@ class Keeper:
         self._store = None if self._run.dir is None else CheckpointStore(self._run.dir / CHECKPOINTS)
         self._saver = None
         if self._store is not None and self._config.enabled:
-            self._saver = Saver(self._store, self._config.async_, self._published)
+            self._saver = Saver(self._store, self._config.async_, self._published, self._tidy)
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
@@ -133,9 +133,12 @@ class Keeper:
         }
 
     def _published(self, path: Path) -> None:
-        """Links and rotation, after a checkpoint is safely on disk. In the background: runs in the thread that wrote it."""
         assert self._store is not None
         self._store.point("last", path)
+
+    def _tidy(self) -> None:
+        """Old checkpoints go, after a new one is safely on disk. Runs in a thread of its own."""
+        assert self._store is not None
         self._store.rotate(self._kept)
 
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
