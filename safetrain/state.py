@@ -178,7 +178,8 @@ class TrainState:
             average.copy_(self._tensor(f"ema/{name}", average))
             saved.pop(name)
         device = next(iter(trainer.ema.weights.values())).device
-        trainer.ema.buffers = {name: tensor.to(device, copy=True) for name, tensor in saved.items()}
+        kept = [name for name in trainer.ema.buffers if name in saved]  # in the order they have
+        trainer.ema.buffers = {name: saved[name].to(device, copy=True) for name in dict.fromkeys([*kept, *saved])}
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -44,7 +44,7 @@ class Saver:
                 self._start(self._tidy)
             else:
                 copied = self._copy.take(state)
-                self._start(lambda: (self._write(copied, about), self._tidy()))
+                self._start(lambda: self._write(copied, about, tidy=True))
         finally:
             self.seconds_blocked += time.perf_counter() - begin
 
@@ -61,10 +61,12 @@ class Saver:
             self._thread = None
         self.poll()
 
-    def _write(self, state: TrainState, about: dict[str, Any]) -> None:
+    def _write(self, state: TrainState, about: dict[str, Any], tidy: bool = False) -> None:
         path = self.store.write(state, about)
         self.num_saved += 1
         self._published(path)
+        if tidy:
+            self._tidy()
 
     def _start(self, work: Callable[[], object]) -> None:
         # A daemon: a user who wants out at once does not wait for it, and what it has not published never existed.
