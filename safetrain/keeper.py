@@ -144,6 +144,8 @@ class Keeper:
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
         assert self._store is not None
         config, sign = self._config, 1.0 if self._trainer.config.loop.monitor_mode == "min" else -1.0
+        # Of several of one step the last is the one: it also knows of the evaluation, or of the end of the epoch.
+        sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
         ranked = sorted((sign * m.metric, index) for index, (_, m) in enumerate(sound) if m.metric is not None)
         if ranked:
             self._store.point("best", sound[ranked[0][1]][0])
@@ -164,6 +166,7 @@ class Keeper:
         except BadState as bad:
             self._refuse(bad.problems)
         except OSError as error:
+            self._saved = None
             newest = self._store.paths()[-1:] if self._store is not None else []
             kept = f"the newest one, {newest[0].name}, is intact" if newest else "there is none yet"
             message = f"a checkpoint could not be written at step {self._run.step}: {error}; {kept}"

@@ -41,7 +41,7 @@ def test_the_fp16_scaler_and_its_history(check_exact):
 
 
 def test_backoff_and_adaptive_clipping_in_full_swing(check_exact):
-    guards = {"backoff": {"recovery_steps": 30}, "clip": {"warmup_steps": 3}}
+    guards = {"backoff": {"recovery_steps": 300}, "clip": {"warmup_steps": 3}}
     config = {"seed": 2, "loop": {"max_steps": 26}, "guards": guards, "data": {"batch_size": 4}}
     whole, _ = check_exact((11, 14), data=lambda: Counting(bad=(3, 20)), config=config)
     backoff = next(guard for guard in whole.guards if guard.name == "backoff")
