@@ -16,7 +16,8 @@ from small import assert_same
 from safetrain.cli.main import run
 
 PARTS = """
-import os, signal, time
+import os, signal
+import torch
 from safetrain import SafeTrainer
 
 class Data(torch.utils.data.Dataset):
