@@ -319,7 +319,9 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", str(directory)], check=True)
+            subprocess.run(
+                ["umount", "--lazy", str(directory)], check=True
+            )  # tensors may still be mapped from its files
 
 
 def fill(directory: Path, leave: int) -> Path:
