@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from .config.schema import Target
@@ -81,6 +82,12 @@ def check_trainable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module."
+        )
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"the model is not complete yet: the shape of {', '.join(lazy[:5])} comes from the first batch that it is called with.\n"
+            "To fix: call the model on one batch before you make the optimizer and the trainer."
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(

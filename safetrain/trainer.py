@@ -14,15 +14,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import assembly, gradients
+from .batch import same_nest
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
 from .forensics.raised import is_numeric
+from .forensics.sandbox import modules_behind
 from .guards import REGISTRY
 from .hooks import check_hooks
 from .keeper import Keeper
@@ -104,7 +106,7 @@ class SafeTrainer(TrainerParts):
 
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
-        self.transaction.begin()
+        self.transaction.begin(window)
         for guard in self.guards:
             guard.begin(self.step, self.run.consecutive_refusals)
         try:
@@ -134,11 +136,12 @@ class SafeTrainer(TrainerParts):
                 self.engine.backward(loss if len(window) == 1 else loss / len(window))
             losses.append(loss.detach())
             metrics.append(beside)
+        self.transaction.notice_writes()
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         with self.engine.autocast(), self.patches:
-            output = self.training_step(self._called_model, batch)
+            output = self.training_step(self._called_model, same_nest(batch))
         loss, metrics = assembly.split_loss(output, "training_step")
         if torch.is_grad_enabled():
             assembly.check_graph(loss, "training_step")
@@ -205,7 +208,7 @@ class SafeTrainer(TrainerParts):
         if self.ema is not None:
             self.ema.update()
         self._clear_gradients()
-        self._last_good = window, view.loss
+        self._last_good = self.transaction.window_before(window), view.loss
         self.committed(view, decision)
 
     def committed(self, view: StepView, decision: Decision) -> None:
@@ -257,6 +260,7 @@ class SafeTrainer(TrainerParts):
             self.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
         case = Case(view, decision, window, random_state, self.run.open_incident(view, decision), is_late)
         self.bench.investigate(case)
+        self.transaction.restore()
         return self._resolve(case)
 
     def distrusted(self, verdict: Verdict) -> None:
@@ -290,6 +294,8 @@ class SafeTrainer(TrainerParts):
             for guard in self.guards:
                 if (remove := guard.attach(self.model)) is not None:
                     stack.callback(remove)
+            self.transaction.include(self._modules_beside())
+            self._clear_gradients()
             if self.config.loop.host_read_every > 1:
                 self._deferred = stack.enter_context(DeferredCommits(self))
             self.run.started(
@@ -305,6 +311,14 @@ class SafeTrainer(TrainerParts):
                 self.stream.caveats() if self.config.checkpoint.enabled else [],
             )
             yield self._keeper
+
+    def _modules_beside(self) -> list[nn.Module]:
+        """Those that a step uses beside the model: its loss, and what a subclass has as attributes."""
+        functions = [self.training_step if self._loss_fn is None else self._loss_fn]
+        own = [
+            value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self._called_model
+        ]
+        return [*own, *(module for function in functions for module in modules_behind(function))]
 
     def _finished(self) -> bool:
         loop = self.config.loop
@@ -338,7 +352,9 @@ class SafeTrainer(TrainerParts):
             return
         self._evaluated_at = done.steps
         with self.ema.swapped_in() if self.ema is not None else ExitStack():
+            self.transaction.begin()
             metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)
+            self.transaction.restore()
         loop = self.config.loop
         self.run.evaluated(metrics, is_better(metrics, done.best, loop.monitor, loop.monitor_mode))
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_model
 from torch import nn
 
 from ..ema import Ema
@@ -19,5 +19,5 @@ def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
     with replacing(directory / "final.safetensors") as path:
         save_model(model, str(path))
     if ema is not None:
-        with replacing(directory / "final_ema.safetensors") as path:
-            save_file({name: tensor.contiguous() for name, tensor in ema.state_dict().items()}, path)
+        with replacing(directory / "final_ema.safetensors") as path, ema.swapped_in():
+            save_model(model, str(path))

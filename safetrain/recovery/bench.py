@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import gradients
+from ..batch import copied
 from ..bundle import write_replay
 from ..errors import CheckpointError
 from ..forensics import Effort, Step, diagnose
@@ -104,7 +105,7 @@ class Workbench:
             return None
         window, before = trainer._last_good
         with torch.no_grad(), undisturbed_rng():
-            losses = [trainer._forward(batch)[0] for batch in window]
+            losses = [trainer._forward(copied(batch))[0] for batch in window]
         trainer.transaction.restore()
         now = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
         return math.isfinite(now) and now <= before + 0.5 * abs(before) + 1e-6

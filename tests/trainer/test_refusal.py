@@ -277,3 +277,26 @@ def test_without_guards_nothing_is_refused(make_trainer):
     with pytest.raises(TrainingStopped, match="not saved"):  # still never saved as if it were good
         trainer.fit()
     assert trainer.run.result.steps == 6
+
+
+class Unpicklable:
+    """A batch that moves itself and cannot be written to disk."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, device):
+        return self
+
+    def __reduce__(self):
+        raise RuntimeError("not to be pickled")
+
+
+def test_a_batch_that_cannot_be_written_does_not_end_the_run(make_trainer):
+    batches = [Unpicklable(x, y) for x, y in make_batches(4, bad=(1,))]
+    config = {"recovery": {"ladder": ["skip"]}}
+    trainer = make_trainer(loss_fn=lambda m, b: F.mse_loss(m(b.x), b.y), train_data=batches, config=config)
+    result = trainer.fit()
+    assert (result.steps, result.skipped) == (3, 1)
+    bundle = torch.load(result.run_dir / result.incidents[0].path / "replay.pt", weights_only=True)
+    assert bundle["window"] is None
