@@ -49,6 +49,7 @@ class SafeTrainer(TrainerParts):
     _at_end: ExitStack
     """Undone when the run ends."""
     _keeper: Keeper
+    _schedule_error: Exception | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -93,6 +94,12 @@ class SafeTrainer(TrainerParts):
                 else:
                     self._end_epoch()
                 keeper.after_step()
+                if self._schedule_error is not None and not self._finished():
+                    keeper.save(required=True)
+                    raise UsageError(
+                        f"the schedule {type(self.scheduler).__name__} failed after step {self.step - 1}: {self._schedule_error}\n"
+                        "To fix: make it for as many steps as the run takes (loop.max_steps)."
+                    ) from self._schedule_error
                 if self.run.signal is not None:
                     keeper.save(required=True)
                     raise Interrupted(self.run.signal, self.run.result)
@@ -115,8 +122,7 @@ class SafeTrainer(TrainerParts):
             if not self._refuse_error(error, window):
                 raise
             return
-        if self._deferred is not None:
-            self._deferred.commit(measurement, limits, window)
+        if self._deferred is not None and self._deferred.commit(measurement, limits, window):
             return
         view = self._view(measurement, limits)
         decision = self._judge(view)
@@ -228,7 +234,10 @@ class SafeTrainer(TrainerParts):
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
         if self.engine.world_size > 1 or isinstance(error, SafetrainError):
             return False  # the other ranks are in a collective that this one has left
-        self._settle()
+        random_state = self.transaction.random_state
+        self.transaction.restore()
+        self._clear_gradients()
+        went_back = self._settle()
         scale = self.engine.loss_scale()
         view = StepView(
             step=self.step,
@@ -243,8 +252,13 @@ class SafeTrainer(TrainerParts):
         )
         if not (is_numeric(error) or any(guard.explains(view) for guard in self.guards)):
             return False
-        self._undo(view)
-        self.refused(view, self._judge(view), window, self.transaction.random_state)
+        if went_back and self._deferred is not None:
+            self._deferred.tell_undone(view)
+            return True
+        self.engine.keep_scale(view.loss_scale)
+        self.transaction.begin(window)
+        self.transaction.random_state = random_state
+        self.refused(view, self._judge(view), window, random_state)
         return True
 
     def refused(
@@ -268,7 +282,10 @@ class SafeTrainer(TrainerParts):
         self.transaction.begin()
         loss = self.run.result.final_loss
         view = StepView(max(self.run.step - 1, 0), loss, math.nan, **self.run.history(False))
-        decision = merge([("audit", verdict)])
+        self.resolve_between_steps(view, merge([("audit", verdict)]))
+
+    def resolve_between_steps(self, view: StepView, decision: Decision) -> None:
+        """Climb the ladder for what is wrong after a step that was committed."""
         incident = self.run.open_incident(view, decision)
         self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
 
@@ -336,10 +353,9 @@ class SafeTrainer(TrainerParts):
         self.run.result.epochs += 1
         self._evaluate_if_due(epoch_ended=True)
 
-    def _settle(self) -> None:
-        """Bring deferred steps to the host, so that all that was done is known."""
-        if self._deferred is not None:
-            self._deferred.settle()
+    def _settle(self) -> bool:
+        """Bring deferred steps to the host, so that all that was done is known. True: that made the run go back."""
+        return self._deferred is not None and self._deferred.settle()
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
         if self._eval_stream is None:
@@ -406,7 +422,10 @@ class SafeTrainer(TrainerParts):
 
     def advance_schedule(self) -> None:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except Exception as error:  # the weights have moved: this step is committed, and no further one begins
+                self._schedule_error = error
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

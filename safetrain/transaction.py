@@ -207,6 +207,12 @@ class Transaction:
         values = {id(tensor): value for tensor, value in zip(self._batch, self._batch_values, strict=True)}
         return [map_tensors(batch, lambda item: values.get(id(item), item)) for batch in window]
 
+    def batch_before(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of this step's window with their values at `begin`, if the step writes to its batches."""
+        if not self._writes_batch or self._batch_values is None:
+            return []
+        return list(zip(self._batch, self._batch_values, strict=True))
+
     def buffer_peak(self) -> Tensor | None:
         """Largest absolute value over the buffers as the forward pass left them."""
         return peak([tensor for _, tensor in self.buffers_now()])
