@@ -141,13 +141,12 @@ class DeferredCommits:
         return True
 
     def _can_decide_on_device(self) -> bool:
-        """An optimizer makes its state in a parameter's first step, and some make it of garbage if that step is skipped. A bad
-        learning rate is known here, and is none of the numbers that the device looks at."""
-        trainer = self._trainer
-        if trainer.run.result.steps == 0 or not all(map(math.isfinite, trainer.scheduled_lrs())):
+        """A bad learning rate is known here, and is none of the numbers that the device looks at. The momentum of SGD is made
+        in a parameter's first step, out of uninitialised memory if that step is skipped on the device."""
+        groups, state = self._trainer.optimizer.param_groups, self._trainer.optimizer.state
+        if not all(map(math.isfinite, self._trainer.scheduled_lrs())):
             return False
-        state = trainer.optimizer.state
-        return not state or all(p.grad is None or state.get(p) for group in trainer._groups for p in group)
+        return all(p.grad is None or state.get(p) for group in groups if group.get("momentum") for p in group["params"])
 
     def settle(self) -> bool:
         """Read the numbers of all pending steps in one transfer; judge, learn and tell, in their order.
