@@ -155,6 +155,25 @@ def check_graph(loss: Tensor, where: str) -> None:
         )
 
 
+def check_no_backward(parameters: Iterable[Tensor]) -> None:
+    """After the first forward pass of a run: gradients can only come from a backward in training_step."""
+    if any(p.grad is not None for p in parameters):
+        raise LossError(
+            "training_step called backward() itself, and the trainer calls it too, so every gradient would count twice.\n"
+            "To fix: return the loss without calling backward(); gradient penalties use torch.autograd.grad."
+        )
+
+
+def check_reached(optimizer: Optimizer) -> None:
+    """After the first backward pass of a run."""
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise LossError(
+            "the loss reaches none of the parameters that the optimizer moves, so training would change nothing.\n"
+            "To fix: compute the loss from the output of the model that is trained, and give the optimizer the parameters that "
+            "the loss depends on."
+        )
+
+
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()

@@ -50,6 +50,7 @@ class SafeTrainer(TrainerParts):
     """Undone when the run ends."""
     _keeper: Keeper
     _schedule_error: Exception | None = None
+    _checked_backward = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,11 +139,16 @@ class SafeTrainer(TrainerParts):
         for index, batch in enumerate(window):
             with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1):
                 loss, beside = self._forward(batch)
+                if not self._checked_backward and index == 0:
+                    assembly.check_no_backward(self._parameters)
                 # A short window at the end of an epoch is averaged over what it holds.
                 self.engine.backward(loss if len(window) == 1 else loss / len(window))
             losses.append(loss.detach())
             metrics.append(beside)
         self.transaction.notice_writes()
+        if not self._checked_backward:
+            assembly.check_reached(self.optimizer)
+            self._checked_backward = True
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -156,7 +162,7 @@ class SafeTrainer(TrainerParts):
     def _measure(
         self, losses: list[Tensor], metrics: list[dict[str, Any]], window: Sequence[Any]
     ) -> tuple[Measurement, Limits]:
-        self.engine.unscale(self.optimizer)
+        self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
         norm = gradients.global_norm(grads).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()

@@ -4,13 +4,14 @@ import copy
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
 
-from safetrain import SafeTrainer, TrainingStopped
+from safetrain import LossError, SafeTrainer, TrainingStopped
 from safetrain.rng import RandomState
 
 
@@ -300,3 +301,43 @@ def test_a_batch_that_cannot_be_written_does_not_end_the_run(make_trainer):
     assert (result.steps, result.skipped) == (3, 1)
     bundle = torch.load(result.run_dir / result.incidents[0].path / "replay.pt", weights_only=True)
     assert bundle["window"] is None
+
+
+def broken_list(model, batch):
+    return mse(model, batch) * [1.0][1]
+
+
+def broken_array(model, batch):
+    return mse(model, batch) * float(np.ones(3)[5])
+
+
+@pytest.mark.parametrize("loss_fn", [broken_list, broken_array])
+def test_a_mistake_in_the_program_is_no_incident(make_trainer, loss_fn):
+    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(3))
+    with pytest.raises(IndexError):
+        trainer.fit()
+    assert trainer.run.result.incidents == []
+
+
+def test_an_index_beyond_a_table_is_an_incident(make_trainer):
+    model = nn.Sequential(nn.Embedding(4, 1), nn.Flatten())
+    batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
+    result = make_trainer(model, train_data=batches).fit()
+    assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
+
+
+def test_a_loss_that_trains_nothing_is_an_error(make_trainer):
+    other = make_model()
+    trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
+    with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
+        trainer.fit()
+
+
+def test_a_backward_in_the_training_step_is_an_error(make_trainer):
+    def loss_fn(model, batch):
+        loss = mse(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(LossError, match="would count twice"):
+        make_trainer(loss_fn=loss_fn, train_data=make_batches(3)).fit()
