@@ -88,11 +88,11 @@ class SafeTrainer(TrainerParts):
         with self.run.recorded(), self._prepared() as keeper:
             keeper.begin()
             while not self._finished():
-                window = self.stream.take(self.config.loop.grad_accum)
+                window = self._next_window()
                 if window:
                     self.run_step(window)
                     self._evaluate_if_due(epoch_ended=False)
-                else:
+                elif self.run.signal is None:
                     self._end_epoch()
                 keeper.after_step()
                 if self._schedule_error is not None and not self._finished():
@@ -352,6 +352,14 @@ class SafeTrainer(TrainerParts):
                 return True
         max_epochs = loop.max_epochs if loop.max_epochs is not None or loop.max_steps is not None else 1
         return max_epochs is not None and self.stream.epoch >= max_epochs
+
+    def _next_window(self) -> list[Any]:
+        try:
+            return self.stream.take(self.config.loop.grad_accum)
+        except RuntimeError:  # the signal that asks the run to end has ended the loader's workers
+            if self.run.signal is None:
+                raise
+            return []
 
     def _end_epoch(self) -> None:
         self._settle()
