@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from .config.schema import Target
@@ -82,6 +83,12 @@ def check_trainable(model: nn.Module) -> None:
         raise UsageError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module."
         )
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"the model is not complete yet: the shape of {', '.join(lazy[:5])} comes from the first batch that it is called with.\n"
+            "To fix: call the model on one batch before you make the optimizer and the trainer."
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(
             "the model has no trainable parameters.\n"
@@ -145,6 +152,25 @@ def check_graph(loss: Tensor, where: str) -> None:
         raise LossError(
             f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
             "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
+        )
+
+
+def check_no_backward(parameters: Iterable[Tensor]) -> None:
+    """After the first forward pass of a run: gradients can only come from a backward in training_step."""
+    if any(p.grad is not None for p in parameters):
+        raise LossError(
+            "training_step called backward() itself, and the trainer calls it too, so every gradient would count twice.\n"
+            "To fix: return the loss without calling backward(); gradient penalties use torch.autograd.grad."
+        )
+
+
+def check_reached(optimizer: Optimizer) -> None:
+    """After the first backward pass of a run."""
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise LossError(
+            "the loss reaches none of the parameters that the optimizer moves, so training would change nothing.\n"
+            "To fix: compute the loss from the output of the model that is trained, and give the optimizer the parameters that "
+            "the loss depends on."
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .ema import Ema
-from .gradients import peak
+from .gradients import numbers_of, peak
 from .transaction import Transaction
 
 
@@ -22,7 +22,10 @@ class Audit:
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def state_peak(self) -> Tensor | None:
-        """Largest absolute value over parameters, optimizer state and moving average; stays on the device."""
+        """Largest absolute value over parameters, optimizer state and moving average; stays on the device.
+
+        Parameters that forward writes to are looked at with the buffers.
+        """
         return peak([tensor for _, tensor in self._persistent()])
 
     def bad_state(self) -> dict[str, str]:
@@ -34,15 +37,19 @@ class Audit:
         return self._problems(self._transaction.buffers_before())
 
     def _problems(self, buffers: list[tuple[str, Tensor]]) -> dict[str, str]:
-        named = [*self._persistent(), *((f"buffer {name}", buffer) for name, buffer in buffers)]
+        written = self._transaction.written_parameters
+        labelled = ((name if name in written else f"buffer {name}", buffer) for name, buffer in buffers)
+        named = [*self._persistent(), *labelled]
         return {name: problem for name, tensor in named if (problem := _problem(tensor))}
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
+        ignored = self._transaction.born_bad | self._transaction.written_parameters
         for name, weight in self._model.named_parameters():
-            yield name, weight.detach()
+            if name not in ignored and _has_floats(weight):
+                yield name, weight.detach()
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                if isinstance(value, Tensor) and _has_floats(value):
                     yield f"optimizer {key} of {self._names.get(id(parameter), 'a parameter')}", value
         if self._ema is not None:
             yield from ((f"ema {name}", weight) for name, weight in self._ema.weights.items())
@@ -103,7 +110,12 @@ def jumps(
     return found
 
 
+def _has_floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _problem(tensor: Tensor) -> str:
+    tensor = numbers_of(tensor)
     num_nan = int(torch.isnan(tensor).sum())
     num_inf = int(torch.isinf(tensor).sum())
     kinds = [f"{count} {kind}" for count, kind in ((num_nan, "NaN"), (num_inf, "Inf")) if count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,8 +12,11 @@ from torch import Tensor
 
 
 def map_tensors(batch: Any, fn: Callable[[Any], Any]) -> Any:
-    """The same nest with `fn` applied to every tensor and every object that has `.to`; all else is kept as it is."""
-    if isinstance(batch, Tensor) or (hasattr(batch, "to") and not isinstance(batch, type)):
+    """The same nest with `fn` applied to every tensor and every object that has `.to`; all else is kept as it is.
+
+    Containers are new ones, made by copying: no `__init__` or `__post_init__` of theirs runs.
+    """
+    if _is_leaf(batch):
         return fn(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(item, fn) for item in batch))
@@ -20,16 +24,34 @@ def map_tensors(batch: Any, fn: Callable[[Any], Any]) -> Any:
         return type(batch)(map_tensors(item, fn) for item in batch)
     if isinstance(batch, dict):
         items = {key: map_tensors(item, fn) for key, item in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)
+        if type(batch) is dict:
+            return items
+        rebuilt = copy.copy(batch)  # of its own type, with what else it holds: the factory of a defaultdict, say
+        rebuilt.update(items)
+        return rebuilt
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {f.name: map_tensors(getattr(batch, f.name), fn) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **changes)
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(
+                    moved, field.name, map_tensors(getattr(batch, field.name), fn)
+                )  # also if it is frozen
+        return moved
     return batch
+
+
+def _is_leaf(item: Any) -> bool:
+    """A tensor, or an object that knows how to move itself (and not a named tuple with a field called `to`)."""
+    if isinstance(item, Tensor):
+        return True
+    return (
+        callable(getattr(item, "to", None)) and not isinstance(item, type) and "to" not in getattr(item, "_fields", ())
+    )
 
 
 def leaves(batch: Any) -> Iterator[Any]:
     """Every tensor of the nest, and every object that has `.to`."""
-    if isinstance(batch, Tensor) or (hasattr(batch, "to") and not isinstance(batch, type)):
+    if _is_leaf(batch):
         yield batch
     elif isinstance(batch, Mapping):
         for item in batch.values():
@@ -39,7 +61,27 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(item)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, field.name))
+            yield from leaves(getattr(batch, field.name, None))
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of the nest, also those that an object with `.to` holds as its items or attributes."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:
+            held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+            yield from (value for value in held.values() if isinstance(value, Tensor))
+
+
+def same_nest(batch: Any) -> Any:
+    """New containers around the same tensors: what is taken out of them or put in is not seen by others."""
+    return map_tensors(batch, lambda item: copy.copy(item) if isinstance(item, Mapping) else item)
+
+
+def copied(batch: Any) -> Any:
+    """A copy that shares no tensor."""
+    return map_tensors(batch, lambda item: item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,9 @@ def write_replay(
     with replacing(directory / REPLAY) as path:
         try:
             torch.save(contents, path)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except OSError:
+            raise
+        except Exception:  # whatever the objects in the batch raise when they are pickled
             torch.save({**contents, "window": None}, path)
 
 

@@ -1,9 +1,10 @@
-"""An exponential moving average of the weights, with the model's current buffers."""
+"""An exponential moving average of the weights. Buffers are not averaged: the model's own go with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,22 @@ from torch import Tensor, nn
 class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay = model, decay
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        averaged = {name: p for name, p in model.named_parameters() if _can_be_averaged(p)}
+        self._parameters = list(averaged.values())
+        self.weights = {name: parameter.detach().clone() for name, parameter in averaged.items()}
+        """By the names of `model.named_parameters()`; without integers, and without what is infinite on purpose."""
 
     @torch.no_grad()
     def update(self, refused: Tensor | None = None) -> None:
         """Take in the weights of a committed step. `refused` (0-d bool): decide on the device whether it was one."""
-        weights = [p.detach() for p in self._model.parameters()]
-        averages = list(self.weights.values())
+        averages, current = list(self.weights.values()), [p.detach() for p in self._parameters]
         if refused is None:
-            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
-        else:
-            share = torch.where(refused, 0.0, 1.0 - self._decay)
-            for average, weight in zip(averages, weights, strict=True):
-                average.lerp_(weight, share.to(average.dtype))
-        # Buffers are restored when a step is refused, so they are always those of the last committed step.
-        for name, buffer in self._model.named_buffers():
-            self.buffers[name] = (
-                buffer.detach().clone() if name not in self.buffers else self.buffers[name].copy_(buffer)
-            )
+            torch._foreach_lerp_(averages, current, 1.0 - self._decay)
+            return
+        share = torch.full((), 1.0 - self._decay, dtype=_widest(refused), device=refused.device)
+        share = share.masked_fill(refused, 0.0)
+        for average, weight in zip(averages, current, strict=True):
+            average.lerp_(weight, share.to(average.dtype))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -43,12 +41,23 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        weights = [p.detach() for p in self._model.parameters()]
-        own = [w.clone() for w in weights]
-        averages = list(self.weights.values())
-        torch._foreach_copy_(weights, averages)
+        averages, current = list(self.weights.values()), [p.detach() for p in self._parameters]
+        own = [weight.clone() for weight in current]
+        torch._foreach_copy_(current, averages)
         torch._foreach_copy_(averages, own)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Loadable into the model."""
-        return {**self.weights, **self.buffers}
+    def state_dict(self) -> dict[str, Any]:
+        """Loadable into the model: its own state_dict with the averages in the places of the weights."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        state: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        own = {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
+        return {key: self.weights.get(names.get(id(state[key]), ""), value) for key, value in own.items()}
+
+
+def _can_be_averaged(parameter: Tensor) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.element_size() > 1 and bool(torch.isfinite(parameter).all())
+
+
+def _widest(flag: Tensor) -> torch.dtype:
+    return torch.float32 if flag.device.type == "mps" else torch.float64

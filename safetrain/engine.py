@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -124,10 +124,16 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Gradients in their true size, from here to the end of the step."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+    def unscale(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """The gradients of all these parameters, the optimizer's and others, in their true size to the end of the step."""
+        if self._scaler is None:
+            return
+        self._scaler.unscale_(optimizer)
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if others := [p for p in parameters if id(p) not in moved and p.grad is not None]:
+            # The scaler knows gradients by their optimizer. This one is never stepped.
+            self._for_unmoved = torch.optim.SGD(others, lr=0.0)
+            self._scaler.unscale_(self._for_unmoved)
 
     def loss_scale(self) -> Tensor | None:
         """fp16: the current loss scale, on the device."""
@@ -135,8 +141,12 @@ class Engine:
 
     def update_scale(self) -> None:
         """fp16: let the scaler react to this step: lower after an overflow, higher after a long run without."""
-        if self._scaler is not None:
+        if self._scaler is None:
+            return
+        if any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()):
             self._scaler.update()
+        else:  # there was no gradient to learn from
+            self._scaler.update(self._scaler.get_scale())
 
     def keep_scale(self, scale: float) -> None:
         """fp16: forget this step; the scale stays as it was."""

@@ -33,8 +33,15 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def peak(tensors: Sequence[Tensor]) -> Tensor | None:
     """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow."""
-    filled = [t for t in tensors if t.numel()]
+    filled = [numbers_of(t) for t in tensors if t.numel()]
     return get_total_norm(filled, math.inf) if filled else None
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """The numbers that a tensor stores: those of a sparse one, and in a type that norms are defined for."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8
 
 
 def overflow_free_norm(gradients: Sequence[Tensor]) -> float | None:
@@ -67,7 +74,8 @@ def clip(
                 _scale(group, limits.group_norm, group_norm, overflowed)
     if limits.value < math.inf:
         for gradient in collect(parameters):
-            gradient.clamp_(-limits.value, limits.value)
+            parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            parts.clamp_(-limits.value, limits.value)
 
 
 def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, overflowed: bool) -> None:

@@ -17,7 +17,7 @@ from .checkpoint import BadState, CheckpointStore, Manifest, Saver, save_weights
 from .errors import CheckpointError, UsageError
 from .rundir import CHECKPOINTS
 from .snapshots import SnapshotRing
-from .state import TrainState
+from .state import TrainState, check_dense
 from .verdict import Action, Verdict
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Keeper:
 
     def begin(self) -> None:
         """Take up the state resumed from, or save the one that the run starts with: that it can be saved is known at once."""
+        if self._saver is not None or self._config.snapshot_every is not None or self._config.save_final:
+            check_dense(self._trainer.model)
         if (resumed := self._run.resumed) is not None:
             resumed.state.restore_progress(self._trainer)
             resumed.state.restore_training(self._trainer)

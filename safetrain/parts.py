@@ -80,13 +80,13 @@ class TrainerParts:
         self._eval_stream = None if eval_data is None else self._open(eval_data, 0, 1, shuffle=False)
         self.guards = assembly.build_guards(self.config.guards, guards or ())
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self.transaction = Transaction(self.model)
+        self._parameters = assembly.all_parameters(self.model, self.optimizer)
+        self.transaction = Transaction(self.model, self._parameters)
         self.ladder = Ladder(self.config.recovery)
         self.patches = Patches()
         self.last_good: LastGood | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
         self._groups = [group["params"] for group in self.optimizer.param_groups]
-        self._parameters = assembly.all_parameters(self.model, self.optimizer)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

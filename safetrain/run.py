@@ -207,8 +207,11 @@ class Run:
             self.signal = signum
             for number, handler in before.items():
                 signal.signal(number, handler)
+            # A signal to the whole process group ends the loader's workers too, of which torch would raise in the middle of a step.
+            if hasattr(signal, "SIGCHLD"):
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UsageError
 from .guards import REGISTRY
 from .loadable import from_loadable, to_loadable
 from .rng import RandomState
@@ -50,7 +50,10 @@ class TrainState:
             tensors[f"extra/{index}"] = extra.detach()
         optimizer = _split_optimizer(trainer.optimizer, tensors)
         if trainer.ema is not None:
-            tensors |= {f"ema/{name}": tensor for name, tensor in trainer.ema.state_dict().items()}
+            averaged = {name: t for name, t in trainer.ema.state_dict().items() if isinstance(t, Tensor)}
+            for name in _tied_names(trainer.model):
+                averaged.pop(name)
+            tensors |= {f"ema/{name}": tensor for name, tensor in averaged.items()}
         scheduler = trainer.scheduler
         rest: dict[str, Any] = {
             "num_committed": trainer.run.result.steps,
@@ -178,13 +181,18 @@ class TrainState:
 
     def _restore_ema(self, trainer: SafeTrainer) -> None:
         assert trainer.ema is not None
-        saved = self.part("ema")
         for name, average in trainer.ema.weights.items():
             average.copy_(self._tensor(f"ema/{name}", average))
-            saved.pop(name)
-        device = next(iter(trainer.ema.weights.values())).device
-        kept = [name for name in trainer.ema.buffers if name in saved]  # in the order they have
-        trainer.ema.buffers = {name: saved[name].to(device, copy=True) for name in dict.fromkeys([*kept, *saved])}
+
+
+def check_dense(model: nn.Module) -> None:
+    sparse = [name for name, module, key in _buffers(model) if module._buffers[key].layout is not torch.strided]  # type: ignore[union-attr]
+    if sparse:
+        raise UsageError(
+            f"the sparse buffer {sparse[0]} cannot be saved, and a run keeps copies of its state.\n"
+            "To fix: register its indices and values as buffers and make the sparse tensor in forward; or train without copies: "
+            "checkpoint.enabled=false, checkpoint.save_final=false and checkpoint.snapshot_every=null."
+        )
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -14,15 +14,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import assembly, gradients
+from .batch import same_nest
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
 from .forensics.raised import is_numeric
+from .forensics.sandbox import modules_behind
 from .guards import REGISTRY
 from .hooks import check_hooks
 from .keeper import Keeper
@@ -49,6 +51,8 @@ class SafeTrainer(TrainerParts):
     _at_end: ExitStack
     """Undone when the run ends."""
     _keeper: Keeper
+    _schedule_error: Exception | None = None
+    _checked_backward = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,13 +90,19 @@ class SafeTrainer(TrainerParts):
         with self.run.recorded(), self._prepared() as keeper:
             keeper.begin()
             while not self._finished():
-                window = self.stream.take(self.config.loop.grad_accum)
+                window = self._next_window()
                 if window:
                     self.run_step(window)
                     self._evaluate_if_due(epoch_ended=False)
-                else:
+                elif self.run.signal is None:
                     self._end_epoch()
                 keeper.after_step()
+                if self._schedule_error is not None and not self._finished():
+                    keeper.save(required=True)
+                    raise UsageError(
+                        f"the schedule {type(self.scheduler).__name__} failed after step {self.step - 1}: {self._schedule_error}\n"
+                        "To fix: make it for as many steps as the run takes (loop.max_steps)."
+                    ) from self._schedule_error
                 if self.run.signal is not None:
                     keeper.save(required=True)
                     raise Interrupted(self.run.signal, self.run.result)
@@ -106,7 +116,7 @@ class SafeTrainer(TrainerParts):
 
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
-        self.transaction.begin()
+        self.transaction.begin(window)
         for guard in self.guards:
             guard.begin(self.step, self.run.consecutive_refusals)
         try:
@@ -115,8 +125,7 @@ class SafeTrainer(TrainerParts):
             if not self._refuse_error(error, window):
                 raise
             return
-        if self._deferred is not None:
-            self._deferred.commit(measurement, limits, window)
+        if self._deferred is not None and self._deferred.commit(measurement, limits, window):
             return
         view = self._view(measurement, limits)
         decision = self._judge(view)
@@ -133,15 +142,21 @@ class SafeTrainer(TrainerParts):
         for index, batch in enumerate(window):
             with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1):
                 loss, beside = self._forward(batch)
+                if not self._checked_backward and index == 0:
+                    assembly.check_no_backward(self._parameters)
                 # A short window at the end of an epoch is averaged over what it holds.
                 self.engine.backward(loss if len(window) == 1 else loss / len(window))
             losses.append(loss.detach())
             metrics.append(beside)
+        self.transaction.notice_writes()
+        if not self._checked_backward:
+            assembly.check_reached(self.optimizer)
+            self._checked_backward = True
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         with self.engine.autocast(), self.patches:
-            output = self.training_step(self._called_model, batch)
+            output = self.training_step(self._called_model, same_nest(batch))
         loss, metrics = assembly.split_loss(output, "training_step")
         if torch.is_grad_enabled():
             assembly.check_graph(loss, "training_step")
@@ -150,7 +165,7 @@ class SafeTrainer(TrainerParts):
     def _measure(
         self, losses: list[Tensor], metrics: list[dict[str, Any]], window: Sequence[Any]
     ) -> tuple[Measurement, Limits]:
-        self.engine.unscale(self.optimizer)
+        self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
         norm = gradients.global_norm(grads).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -215,7 +230,7 @@ class SafeTrainer(TrainerParts):
         if self.ema is not None:
             self.ema.update()
         self._clear_gradients()
-        self._remember_good(window, view.loss)
+        self._remember_good(self.transaction.window_before(window), view.loss)
         self.committed(view, decision)
         return True
 
@@ -246,7 +261,10 @@ class SafeTrainer(TrainerParts):
             return False  # it says itself what to do
         if self.engine.world_size > 1:
             return False  # the other ranks are in a collective that this one has left
-        self._settle()
+        random_state = self.transaction.random_state
+        self.transaction.restore()
+        self._clear_gradients()
+        went_back = self._settle()
         scale = self.engine.loss_scale()
         view = StepView(
             step=self.step,
@@ -261,8 +279,13 @@ class SafeTrainer(TrainerParts):
         )
         if not (is_numeric(error) or any(guard.explains(view) for guard in self.guards)):
             return False
-        self._undo(view)
-        self.refused(view, self._judge(view), window, self.transaction.random_state)
+        if went_back and self._deferred is not None:
+            self._deferred.tell_undone(view)
+            return True
+        self.engine.keep_scale(view.loss_scale)
+        self.transaction.begin(window)
+        self.transaction.random_state = random_state
+        self.refused(view, self._judge(view), window, random_state)
         return True
 
     def refused(
@@ -280,6 +303,7 @@ class SafeTrainer(TrainerParts):
         incident = self.run.open_incident(view, decision)
         case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
         self.bench.investigate(case)
+        self.transaction.restore()
         if self.bench.absolve(case):
             return Action.COMMIT
         self.bench.keep_replay(case)
@@ -290,7 +314,10 @@ class SafeTrainer(TrainerParts):
         self.transaction.begin()
         loss = self.run.result.final_loss
         view = StepView(max(self.run.step - 1, 0), loss, math.nan, **self.run.history(False))
-        decision = merge([("audit", verdict)])
+        self.resolve_between_steps(view, merge([("audit", verdict)]))
+
+    def resolve_between_steps(self, view: StepView, decision: Decision) -> None:
+        """Climb the ladder for what is wrong after a step that was committed."""
         incident = self.run.open_incident(view, decision)
         self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
 
@@ -317,6 +344,8 @@ class SafeTrainer(TrainerParts):
             for guard in self.guards:
                 if (remove := guard.attach(self.model)) is not None:
                     stack.callback(remove)
+            self.transaction.include(self._modules_beside())
+            self._clear_gradients()
             if self.config.loop.host_read_every > 1:
                 self._deferred = stack.enter_context(DeferredCommits(self))
             self.run.started(
@@ -333,6 +362,14 @@ class SafeTrainer(TrainerParts):
             )
             yield self._keeper
 
+    def _modules_beside(self) -> list[nn.Module]:
+        """Those that a step uses beside the model: its loss, and what a subclass has as attributes."""
+        functions = [self.training_step if self._loss_fn is None else self._loss_fn]
+        own = [
+            value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self._called_model
+        ]
+        return [*own, *(module for function in functions for module in modules_behind(function))]
+
     def _finished(self) -> bool:
         loop = self.config.loop
         if loop.max_steps is not None:
@@ -343,16 +380,23 @@ class SafeTrainer(TrainerParts):
         max_epochs = loop.max_epochs if loop.max_epochs is not None or loop.max_steps is not None else 1
         return max_epochs is not None and self.stream.epoch >= max_epochs
 
+    def _next_window(self) -> list[Any]:
+        try:
+            return self.stream.take(self.config.loop.grad_accum)
+        except RuntimeError:  # the signal that asks the run to end has ended the loader's workers
+            if self.run.signal is None:
+                raise
+            return []
+
     def _end_epoch(self) -> None:
         self._settle()
         self.stream.next_epoch()
         self.run.result.epochs += 1
         self._evaluate_if_due(epoch_ended=True)
 
-    def _settle(self) -> None:
-        """Bring deferred steps to the host, so that all that was done is known."""
-        if self._deferred is not None:
-            self._deferred.settle()
+    def _settle(self) -> bool:
+        """Bring deferred steps to the host, so that all that was done is known. True: that made the run go back."""
+        return self._deferred is not None and self._deferred.settle()
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
         if self._eval_stream is None:
@@ -365,7 +409,9 @@ class SafeTrainer(TrainerParts):
             return
         self._evaluated_at = done.steps
         with self.ema.swapped_in() if self.ema is not None else ExitStack():
+            self.transaction.begin()
             metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)
+            self.transaction.restore()
         loop = self.config.loop
         self.run.evaluated(metrics, is_better(metrics, done.best, loop.monitor, loop.monitor_mode))
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -385,7 +431,10 @@ class SafeTrainer(TrainerParts):
         state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
         of it. Attempts, incidents and budgets are not rewound.
         """
-        return self._keeper.rollback(to, skip_windows)
+        step = self._keeper.rollback(to, skip_windows)
+        if self.last_good is not None:
+            self.last_good.forget()
+        return step
 
     def guard(self, name: str) -> Any:
         """The guard of that name; one that is not there yet is made with its defaults and put to work."""
@@ -417,7 +466,10 @@ class SafeTrainer(TrainerParts):
 
     def advance_schedule(self) -> None:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except Exception as error:  # the weights have moved: this step is committed, and no further one begins
+                self._schedule_error = error
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

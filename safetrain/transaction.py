@@ -1,62 +1,164 @@
 """What a step may change before it is judged, and how that is undone.
 
-Weights, optimizer state, schedule, scaler and EMA move only in the trainer's commit. A forward pass, however, writes
-buffers (BatchNorm statistics), draws random numbers and may switch modules between train and eval: those are remembered here.
+Weights, optimizer state, schedule, scaler and EMA move only in the trainer's commit. A forward pass, however, may do more
+than compute: it writes buffers (BatchNorm statistics) and makes new ones, writes parameters (a codebook, the moving average
+of a teacher, weights that are clamped) and even its batch, switches modules between train and eval, and draws random numbers.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .gradients import peak
+from .batch import map_tensors, tensors_in
+from .copies import Copies, layout_of
+from .gradients import numbers_of, peak
 from .rng import RandomState
 
 
 class Transaction:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._saved: list[Tensor] = []
-        self._tensors: list[Tensor] = []
+    """Copies every buffer before a step. Parameters and batches are copied only if the step writes to them.
+
+    Which it does is found out in the first step, of which everything is copied; later, by their version counters.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Iterable[Tensor] = ()) -> None:
+        """`parameters`: those that a step may write to beside the model's."""
+        self._roots = {"": model}
+        self._extra_parameters = list(parameters)
+        self.born_bad: set[str] = set()
+        """Buffers, and parameters that are not trained, that held NaN or Inf when they came to be: sentinels, masks and
+        observers do so on purpose."""
+        self._known: set[str] = set()
+        self._buffers = Copies()
+        self._weights = Copies()
+        """Of the parameters that forward was seen to write to."""
+        self._batch: list[Tensor] = []
+        self._batch_values: list[Tensor] | None = None
+        self._writes_batch = False
+        self._first_weights: list[Tensor] | None = None
+        """Copies of all parameters, during the first step."""
+        self._is_first_step = True
         self._find_modules()
-        # Sentinels and observers hold NaN or Inf on purpose; only a buffer that was finite can turn bad.
-        self.born_bad = {name for name, b in model.named_buffers() if not _is_finite(b)}
+        self._mark_born_bad(p for p in self._parameters.items() if not p[1].requires_grad)
+        self.begin()
+
+    def include(self, modules: Iterable[nn.Module]) -> None:
+        """Modules that are not part of the model but take part in a step: a loss with buffers, say."""
+        ours = set(self._modules)
+        others = [module for module in dict.fromkeys(modules) if module not in ours]
+        for index, module in enumerate(others):
+            self._roots["<loss>" if len(others) == 1 else f"<loss {index}>"] = module
+        self._find_modules()
+        self._mark_born_bad(p for p in self._parameters.items() if not p[1].requires_grad)
         self.begin()
 
     def _find_modules(self) -> None:
-        modules = dict(self._model.named_modules())
-        self._modules = list(modules.values())
-        self._slots = [
-            (f"{path}.{name}" if path else name, module, name)
-            for path, module in modules.items()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        owners: dict[nn.Module, str] = {}
+        for root, top in self._roots.items():
+            for path, module in top.named_modules(prefix=root):
+                owners.setdefault(module, path)
+        self._modules = list(owners)
+        self._paths = list(owners.values())
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for module, path in owners.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    unique.setdefault(id(parameter), (_joined(path, name), parameter))
+        for index, extra in enumerate(self._extra_parameters):
+            unique.setdefault(id(extra), (f"<extra {index}>", extra))
+        self._parameters = dict(unique.values())
+        self._unwritten = list(self._parameters.values())
+
+    # ---- a step ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Remember buffers, modes and random state. One foreach copy into tensors that are kept."""
+    def begin(self, window: Sequence[Any] = ()) -> None:
+        """Remember all that a step on this window may change. One foreach copy into tensors that are kept."""
         self.random_state = RandomState.capture()
         self._modes = [module.training for module in self._modules]
-        try:
-            self._tensors = [module._buffers[name] for _, module, name in self._slots]
-        except KeyError:  # a module removed one of its buffers
-            self._find_modules()
-            self._tensors = [module._buffers[name] for _, module, name in self._slots]
-        if not _same_layout(self._saved, self._tensors):
-            self._saved = [torch.empty_like(t) for t in self._tensors]
-        if self._tensors:
-            torch._foreach_copy_(self._saved, self._tensors)
+        self._contents = [dict(module._buffers) for module in self._modules]
+        buffers = [buffer for held in self._contents for buffer in held.values() if buffer is not None]
+        if self._buffers.take(buffers):
+            self._mark_born_bad(self._named_buffers(self._contents))
+        self._weights.take(self._weights.tensors)
+        self._versions = [_version(weight) for weight in self._unwritten]
+        self._batch = [tensor for batch in window for tensor in tensors_in(batch)]
+        self._batch_versions = [_version(tensor) for tensor in self._batch]
+        is_probe = self._is_first_step and bool(window)
+        self._batch_values = [t.detach().clone() for t in self._batch] if is_probe or self._writes_batch else None
+        # On the host: a device that just holds the model need not hold it twice.
+        self._first_weights = [weight.detach().to("cpu", copy=True) for weight in self._unwritten] if is_probe else None
+
+    @torch.no_grad()
+    def notice_writes(self) -> None:
+        """After backward: from now on remember what this step wrote to. Costs a look at the version counters."""
+        written = [index for index, weight in enumerate(self._unwritten) if _version(weight) != self._versions[index]]
+        if self._first_weights is not None:
+            pairs = enumerate(zip(self._unwritten, self._first_weights, strict=True))
+            written = [i for i, (now, then) in pairs if i in written or not _same_values(now.detach().cpu(), then)]
+        if self._written_batch():
+            self._writes_batch = True
+        if written:
+            self._remember(written)
+        self._is_first_step = False
+        self._first_weights = None
+
+    def _remember(self, written: list[int]) -> None:
+        weights = [self._unwritten[index] for index in written]
+        values = [None if self._first_weights is None else self._first_weights[index] for index in written]
+        self._weights.add(weights, values)
+        self._unwritten = [w for index, w in enumerate(self._unwritten) if index not in set(written)]
+        self._versions = [v for index, v in enumerate(self._versions) if index not in set(written)]
+        if self._first_weights is not None:
+            self._first_weights = [w for i, w in enumerate(self._first_weights) if i not in set(written)]
+
+    def _written_batch(self) -> list[int]:
+        changed = [i for i, tensor in enumerate(self._batch) if _version(tensor) != self._batch_versions[i]]
+        if self._batch_values is None or not (self._is_first_step or self._writes_batch):
+            return changed
+        pairs = enumerate(zip(self._batch, self._batch_values, strict=True))
+        return [i for i, (now, then) in pairs if i in changed or not _same_values(now.detach(), then)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Buffers and modes as they were at `begin`. The random stream goes on, so no dropout mask is drawn twice."""
-        for (_, module, name), tensor in zip(self._slots, self._tensors, strict=True):
-            module._buffers[name] = tensor  # a forward may have put another tensor there
-        if self._tensors:
-            torch._foreach_copy_(self._tensors, self._saved)
+        """All as it was at `begin`, but for the random stream: that goes on, so no dropout mask is drawn twice."""
+        for module, held in zip(self._modules, self._contents, strict=True):
+            module._buffers.clear()  # new ones go, and a forward may have put other tensors in their places
+            module._buffers.update(held)
+        replaced = self._buffers.put_back()
+        for module in self._modules if replaced else ():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = replaced.get(id(buffer), buffer)
         for module, training in zip(self._modules, self._modes, strict=True):
             module.training = training
+        self._restore_weights()
+        for index in self._written_batch():
+            if self._batch_values is not None:
+                self._batch[index].copy_(self._batch_values[index])
+            else:
+                self._writes_batch = True
+                _warn("the step wrote to its batch for the first time, so a replay sees the batch as the step left it")
+
+    def _restore_weights(self) -> None:
+        self._weights.put_back()
+        if self._first_weights is not None:
+            for weight, value in zip(self._unwritten, self._first_weights, strict=True):
+                if not _same_values(weight.detach().cpu(), value):
+                    weight.copy_(value)
+            return
+        written = [index for index, weight in enumerate(self._unwritten) if _version(weight) != self._versions[index]]
+        if written:
+            names = {id(weight): name for name, weight in self._parameters.items()}
+            _warn(
+                f"forward wrote to {', '.join(names[id(self._unwritten[i])] for i in written)} for the first time, in a step that "
+                "was then refused: this write could not be undone, later ones will be"
+            )
+            self._remember(written)
 
     def rewind(self) -> None:
         """As `restore`, and the random state too: what follows sees exactly what the step saw."""
@@ -65,26 +167,70 @@ class Transaction:
 
     @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:
-        """Buffers as at `begin` if `bad` (0-d bool on the device) is true; decided on the device, without a host read."""
-        for (_, module, name), saved in zip(self._slots, self._saved, strict=True):
-            current = module._buffers[name]
-            assert current is not None
-            if current.shape == saved.shape:
-                current.copy_(torch.where(bad, saved, current))
+        """As `restore` if `bad` (0-d bool on the device) is true; decided on the device, without a host read.
+
+        The batch is left as it is. What a device cannot decide is read: in a step that made or replaced buffers of another
+        shape, or changed modes.
+        """
+        if self._shape_changed():
+            if bool(bad):
+                self.restore()
+            return
+        values = self._buffers.value_of
+        for module, held in zip(self._modules, self._contents, strict=True):
+            for name, buffer in held.items():
+                if buffer is not None:
+                    current = module._buffers[name]
+                    assert current is not None
+                    current.copy_(torch.where(bad, values[id(buffer)], current))
+        for weight in self._weights.tensors:
+            weight.copy_(torch.where(bad, self._weights.value_of[id(weight)], weight))
+
+    def _shape_changed(self) -> bool:
+        if self._buffers.has_odd or any(
+            module.training != mode for module, mode in zip(self._modules, self._modes, strict=True)
+        ):
+            return True
+        return any(
+            module._buffers.keys() != held.keys()
+            or any(layout_of(module._buffers[name]) != layout_of(buffer) for name, buffer in held.items())
+            for module, held in zip(self._modules, self._contents, strict=True)
+            if held or module._buffers
+        )
+
+    # ---- what the guards and the audit look at -----------------------------------------------------------------
+
+    def window_before(self, window: Sequence[Any]) -> Sequence[Any]:
+        """The window of this step as it was at `begin`: itself, or copies if the step writes to its batches."""
+        if not self._writes_batch or self._batch_values is None:
+            return window
+        values = {id(tensor): value for tensor, value in zip(self._batch, self._batch_values, strict=True)}
+        return [map_tensors(batch, lambda item: values.get(id(item), item)) for batch in window]
+
+    def batch_before(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of this step's window with their values at `begin`, if the step writes to its batches."""
+        if not self._writes_batch or self._batch_values is None:
+            return []
+        return list(zip(self._batch, self._batch_values, strict=True))
 
     def buffer_peak(self) -> Tensor | None:
         """Largest absolute value over the buffers as the forward pass left them."""
         return peak([tensor for _, tensor in self.buffers_now()])
 
     def buffers_now(self) -> list[tuple[str, Tensor]]:
-        """Floating-point buffers that were finite when training began."""
-        found = ((path, module._buffers.get(name)) for path, module, name in self._slots)
-        return [(path, buffer) for path, buffer in found if buffer is not None and self._is_watched(path, buffer)]
+        """Floating-point buffers that were finite when they came to be, and the parameters that forward writes to."""
+        found = []
+        for path, buffer in self._named_buffers([module._buffers for module in self._modules]):
+            if self._is_watched(path, buffer):
+                # One that is made in this step may hold a mask of -inf; NaN is never meant.
+                found.append((path, buffer if path in self._known else _without_inf(buffer)))
+        return found + self._written_weights(lambda weight: weight.detach())
 
     def buffers_before(self) -> list[tuple[str, Tensor]]:
         """The same as they were at `begin`."""
-        found = ((path, saved) for (path, _, _), saved in zip(self._slots, self._saved, strict=True))
-        return [(path, buffer) for path, buffer in found if self._is_watched(path, buffer)]
+        values = self._buffers.value_of
+        found = [(path, values[id(b)]) for path, b in self._named_buffers(self._contents) if self._is_watched(path, b)]
+        return found + self._written_weights(lambda weight: self._weights.value_of[id(weight)])
 
     def exempt_bad_buffers(self) -> list[str]:
         """No longer watch the buffers that are not finite now; their names."""
@@ -92,15 +238,64 @@ class Transaction:
         self.born_bad.update(names)
         return names
 
-    def _is_watched(self, path: str, buffer: Tensor) -> bool:
-        return buffer.is_floating_point() and path not in self.born_bad
+    @property
+    def written_parameters(self) -> set[str]:
+        """Names of the parameters that forward writes to."""
+        names = {id(weight): name for name, weight in self._parameters.items()}
+        return {names[id(weight)] for weight in self._weights.tensors}
+
+    def _written_weights(self, value: Any) -> list[tuple[str, Tensor]]:
+        if not self._weights.tensors:
+            return []
+        names = {id(weight): name for name, weight in self._parameters.items()}
+        weights = [(names[id(weight)], weight) for weight in self._weights.tensors]
+        return [(name, value(weight)) for name, weight in weights if self._is_watched(name, weight)]
+
+    def _is_watched(self, path: str, tensor: Tensor) -> bool:
+        return (tensor.is_floating_point() or tensor.is_complex()) and path not in self.born_bad
+
+    def _named_buffers(self, contents: Sequence[Mapping[str, Tensor | None]]) -> list[tuple[str, Tensor]]:
+        return [
+            (_joined(path, name), buffer)
+            for path, held in zip(self._paths, contents, strict=True)
+            if held
+            for name, buffer in held.items()
+            if buffer is not None
+        ]
+
+    def _mark_born_bad(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        new = [(name, tensor) for name, tensor in named if name not in self._known]
+        self._known.update(name for name, _ in new)
+        self.born_bad.update(name for name, tensor in new if not _is_finite(tensor))
 
 
-def _same_layout(saved: list[Tensor], current: list[Tensor]) -> bool:
-    return len(saved) == len(current) and all(
-        s.shape == c.shape and s.dtype == c.dtype and s.device == c.device for s, c in zip(saved, current, strict=True)
-    )
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, but that NaN equals NaN."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _without_inf(tensor: Tensor) -> Tensor:
+    values = numbers_of(tensor)
+    return torch.where(torch.isinf(values), torch.zeros((), dtype=values.dtype, device=values.device), values)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return bool(torch.isfinite(numbers_of(tensor)).all())
+
+
+def _warn(text: str) -> None:
+    logging.getLogger("safetrain").warning("%s", text)

@@ -25,7 +25,7 @@ def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
             else:  # modules with a state of another kind, which safetensors has no place for
                 save_file({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, path)
         if ema is not None:
-            with replacing(directory / "final_ema.safetensors") as path:
-                save_file({name: tensor.contiguous() for name, tensor in ema.state_dict().items()}, path)
+            with replacing(directory / "final_ema.safetensors") as path, ema.swapped_in():
+                save_model(model, str(path))
     except SafetensorError as error:
         raise OSError(f"{directory}: {error}") from error

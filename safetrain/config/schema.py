@@ -58,7 +58,10 @@ class LoopConfig:
     """Decay of an exponential moving average of the weights; evaluation then uses the average."""
     host_read_every: int = option(1, ge=1)
     """Bring the numbers of a step to the host only every so many steps. Needs a fused optimizer, which skips a bad update
-    on the device; refusals are reported up to this many steps late, with their right step number."""
+    on the device; refusals are reported up to this many steps late, with their right step number. Only what is not finite
+    is refused in time, a gradient norm that overflows included: a step that a guard would skip for another reason stays
+    applied and is reported as an incident (a rollback or a stop still happens, late). After a refusal the steps up to the
+    next read use the learning rate of one step further on."""
 
 
 HEAL = ("samples", "island", "patch")

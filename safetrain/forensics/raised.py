@@ -6,10 +6,10 @@ import re
 
 from ..incident import Cause
 
-# (label, pattern, what it means). The patterns are the messages of torch.
+# (label, pattern, what it means). The patterns are the messages of torch, and match none of Python's or NumPy's own.
 _MESSAGES = [
     ("bad_input_data", r"Target -?\d+ is out of bounds", "a class index is outside of the range of the scores"),
-    ("bad_input_data", r"index -?\d+ is out of bounds|index out of range|out of bounds for dimension", "an index is outside of the table it is used on"),
+    ("bad_input_data", r"index -?\d+ is out of bounds(?! for axis)|index out of range in self|out of bounds for dimension", "an index is outside of the table it is used on"),
     ("bad_input_data", r"Class values must be smaller than num_classes|Class values must be non-negative", "a class index is outside of the range of the classes"),
     ("empty_reduction", r"more than 1 (value per channel|spatial element) when training", "a normalisation over one value has no variance"),
     ("empty_reduction", r"(reduction|operation) over .*(empty|zero)|Expected reduction dim .* to have non-zero size|numel\(\) == 0", "a reduction over no values"),

@@ -175,6 +175,9 @@ def island(trials: Trials) -> Iterator[Remedy]:
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        if not remedy.finite and trials.replayer.step.loss_scale > 1:
+            # Scaled gradients that overflow are for the loss scaler to handle.
+            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module), loss_scale=1.0)
         yield remedy
         if remedy.finite:
             trials.island = path

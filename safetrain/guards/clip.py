@@ -17,7 +17,7 @@ from .base import Guard
 class ClipConfig:
     mode: str = option("adaptive", choices=("adaptive", "norm", "group_norm", "value"))
     """`norm`: global L2 norm at most `max_norm`. `group_norm`: the same for each optimizer parameter group on its own.
-    `value`: every element at most `max_value`. `adaptive`: global norm at most a few deviations above the recent ones."""
+    `value`: every element (of a complex one, each part) at most `max_value`. `adaptive`: global norm at most a few deviations above the recent ones."""
     max_norm: float = option(1.0, gt=0.0)
     """Limit of `norm` and `group_norm`."""
     max_value: float = option(1.0, gt=0.0)

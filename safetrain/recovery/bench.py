@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import gradients
+from ..batch import copied
 from ..bundle import write_replay
 from ..errors import CheckpointError
 from ..forensics import Effort, Step, diagnose
@@ -47,7 +48,7 @@ class Workbench:
         max_mb = trainer.config.forensics.max_bundle_mb
         try:
             write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
-        except OSError as error:  # a full disk must not end a run that survived worse
+        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end the run
             trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
@@ -102,7 +103,7 @@ class Workbench:
             return False
         view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
         decision = trainer._judge(view)
-        if decision.action is Action.COMMIT and not view.scaler_overflow:
+        if decision.action is Action.COMMIT:
             return trainer._commit(measurement, view, decision, window)
         trainer._undo(view)
         return False
@@ -124,15 +125,15 @@ class Workbench:
         return [index for index, share in enumerate(shares) if share < 1.0]
 
     def has_good_batch(self) -> bool:
-        return self._trainer.last_good is not None
+        return self._trainer.last_good is not None and bool(self._trainer.last_good.window)
 
     def state_problem(self) -> str | None:
         """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
         trainer = self._trainer
-        if trainer.last_good is None:
-            return "no step was committed yet, so there is no good batch to tell bad data from a bad state"
+        if trainer.last_good is None or not trainer.last_good.window:
+            return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
         with torch.no_grad(), undisturbed_rng():
-            losses = [trainer._forward(batch)[0] for batch in trainer.last_good.window]
+            losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
         trainer.transaction.restore()
         loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
         if trainer.last_good.is_as_good(loss):

@@ -108,9 +108,14 @@ class LastGood:
     """The window committed last, and the losses of the steps committed lately."""
 
     def __init__(self, window: Sequence[Any], loss: float) -> None:
-        self.window = window
+        self.window: Sequence[Any] = window
         self.losses = Recent(20, [loss])
         self.first = self.lowest = loss
+
+    def forget(self) -> None:
+        """The run went back: what was good lately is no longer of this state."""
+        self.window = ()
+        self.losses.values.clear()
 
     def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
         self.window = window

@@ -1,6 +1,8 @@
 """What can be trained on, and a clear word about what cannot."""
 
 import dataclasses
+import os
+import signal
 from collections import namedtuple
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from safetrain import DataError, LossError, SafeTrainer
+from safetrain import DataError, Interrupted, LossError, SafeTrainer
 
 INPUTS, TARGETS = torch.arange(60.0).reshape(10, 6) / 60, torch.zeros(10, 1)
 
@@ -216,3 +218,30 @@ def test_workers_are_let_go_when_the_run_ends(make_trainer):
     trainer = make_trainer(None, SafeTrainer, train_data=TensorDataset(INPUTS, TARGETS), config=config)
     trainer.fit()
     assert torch.multiprocessing.active_children() == []
+
+
+class EndsWithItsGroup(torch.utils.data.Dataset):
+    """The process group is asked to end while the training process waits for a worker."""
+
+    def __init__(self, main):
+        self.main = main
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == 20 and os.getpid() != self.main:
+            os.kill(self.main, signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randn(6), torch.randn(1)
+
+
+def test_a_signal_to_the_process_group_saves_the_state(make_trainer):
+    config = {"data": {"num_workers": 1, "batch_size": 4, "shuffle": False}}
+    trainer = make_trainer(train_data=EndsWithItsGroup(os.getpid()), config=config)
+    with pytest.raises(Interrupted) as interrupted:
+        trainer.fit()
+    assert interrupted.value.signum == signal.SIGTERM
+    steps = trainer.run.result.steps
+    assert steps > 0
+    assert (trainer.run.dir / "checkpoints" / "last").resolve().name == f"step-{steps:08d}"

@@ -130,3 +130,36 @@ def test_loss_that_is_nan_in_fp16_is_an_incident_at_once(make_trainer):
         make_trainer(Overflowing(), Watching, train_data=make_batches(2), config=config).fit()
     assert stopped.value.incident.trigger.signal == "loss"
     assert not math.isfinite(stopped.value.incident.trigger.value)
+
+
+class TwoParts(nn.Module):
+    """Only one of its parts is given to the optimizer; which part computes the loss changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved, self.other = nn.Linear(6, 1), nn.Linear(6, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.other(x) + (self.moved(x) if self.calls != 3 else 0.0)
+
+
+def test_the_scaler_takes_in_trainable_parameters_that_no_optimizer_moves(make_trainer):
+    norms = {}
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(1)
+        model = TwoParts()
+        optimizer = torch.optim.SGD(model.moved.parameters(), lr=1e-3)
+        seen = norms.setdefault(precision, [])
+        trainer = make_trainer(
+            model,
+            loss_fn=lambda model, batch: mse(model, batch) * 1e-2,  # so small that nothing overflows
+            optimizer=optimizer,
+            train_data=make_batches(5),
+            config={"loop": {"precision": precision}},
+        )
+        trainer.on_commit = lambda view, seen=seen: seen.append(view.grad_norm)
+        result = trainer.fit()
+        assert (result.steps, result.skipped) == (5, 0)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.02)

@@ -4,13 +4,14 @@ import copy
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
 
-from safetrain import SafeTrainer, TrainingStopped
+from safetrain import LossError, SafeTrainer, TrainingStopped
 from safetrain.rng import RandomState
 
 
@@ -120,21 +121,20 @@ def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
 
 
 def test_a_buffer_that_turns_bad_while_loss_and_gradient_are_fine_is_refused(make_trainer):
-    class Statistics(nn.Module):
+    class Clamp(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc = nn.Linear(6, 1)
             self.register_buffer("largest", torch.zeros(()))
 
         def forward(self, x):
             with torch.no_grad():
                 self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
-            return self.fc(x.clamp(-3, 3))
+            return x.clamp(-3, 3)
 
-    model = Statistics()
+    model = nn.Sequential(Clamp(), nn.Linear(6, 1))
     result = make_trainer(model, train_data=make_batches(6, bad=(2,), value=math.inf)).fit()
     assert [(i.step, i.trigger.signal) for i in result.incidents] == [(2, "buffers")]
-    assert torch.isfinite(model.largest)
+    assert torch.isfinite(model[0].largest)
 
 
 def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
@@ -277,3 +277,66 @@ def test_without_guards_nothing_is_refused(make_trainer):
     with pytest.raises(TrainingStopped, match="not saved"):  # still never saved as if it were good
         trainer.fit()
     assert trainer.run.result.steps == 6
+
+
+class Unpicklable:
+    """A batch that moves itself and cannot be written to disk."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, device):
+        return self
+
+    def __reduce__(self):
+        raise RuntimeError("not to be pickled")
+
+
+def test_a_batch_that_cannot_be_written_does_not_end_the_run(make_trainer):
+    batches = [Unpicklable(x, y) for x, y in make_batches(4, bad=(1,))]
+    config = {"recovery": {"ladder": ["skip"]}}
+    trainer = make_trainer(loss_fn=lambda m, b: F.mse_loss(m(b.x), b.y), train_data=batches, config=config)
+    result = trainer.fit()
+    assert (result.steps, result.skipped) == (3, 1)
+    bundle = torch.load(result.run_dir / result.incidents[0].path / "replay.pt", weights_only=True)
+    assert bundle["window"] is None
+
+
+def broken_list(model, batch):
+    return mse(model, batch) * [1.0][1]
+
+
+def broken_array(model, batch):
+    return mse(model, batch) * float(np.ones(3)[5])
+
+
+@pytest.mark.parametrize("loss_fn", [broken_list, broken_array])
+def test_a_mistake_in_the_program_is_no_incident(make_trainer, loss_fn):
+    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(3))
+    with pytest.raises(IndexError):
+        trainer.fit()
+    assert trainer.run.result.incidents == []
+
+
+def test_an_index_beyond_a_table_is_an_incident(make_trainer):
+    model = nn.Sequential(nn.Embedding(4, 1), nn.Flatten())
+    batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
+    result = make_trainer(model, train_data=batches).fit()
+    assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
+
+
+def test_a_loss_that_trains_nothing_is_an_error(make_trainer):
+    other = make_model()
+    trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
+    with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
+        trainer.fit()
+
+
+def test_a_backward_in_the_training_step_is_an_error(make_trainer):
+    def loss_fn(model, batch):
+        loss = mse(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(LossError, match="would count twice"):
+        make_trainer(loss_fn=loss_fn, train_data=make_batches(3)).fit()
