@@ -122,9 +122,7 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
                 assert snapshot.trusted
                 assert self.run.result.steps == self.scheduler.last_epoch == 10
                 assert_same(deep_state(self), self.at_ten)
-                assert_same(
-                    TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"]
-                )
+                assert_same(TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"])
                 assert torch.equal(RandomState.capture().torch_cpu, snapshot.state.rest["random"]["torch_cpu"])
                 assert (self.run.num_refusals, self.stream.num_consumed) == (refusals, consumed + 2)
                 assert len(self.run.result.incidents) == 1
@@ -193,7 +191,9 @@ def test_snapshots_change_no_number(train):
     weights = []
     for num, every in enumerate((None, 1, 7)):
         torch.manual_seed(3)
-        trainer = train(SafeTrainer, make_batches_of_seed(), num, checkpoint={"snapshot_every": every, "every_steps": every})
+        trainer = train(
+            SafeTrainer, make_batches_of_seed(), num, checkpoint={"snapshot_every": every, "every_steps": every}
+        )
         trainer.fit()
         weights.append(trainer.model.state_dict())
     assert_same(weights[0], weights[1])

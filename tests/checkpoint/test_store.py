@@ -267,5 +267,7 @@ def test_extra_state_transient_buffers_and_tied_weights_survive(tmp_path):
     config = {"logging": {"console": "off", "tensorboard": False}}
     SafeTrainer(Net(), loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit()
     model = Net()
-    SafeTrainer(model, loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit(resume=True)
+    SafeTrainer(model, loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit(
+        resume=True
+    )
     assert (model.seen, model.count.item()) == (5, 5.0)
