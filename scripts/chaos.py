@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import logging
 import os
 import random
 import resource
@@ -399,9 +401,8 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
     reports = disk.parent / "through.txt"
 
     def work() -> None:
-        import logging
-
-        logging.basicConfig(filename=reports)
+        said = io.StringIO()  # a file could not be written to, either
+        logging.basicConfig(stream=said)
 
         class Filling(Trainer):
             filler: Path | None = None
@@ -419,6 +420,7 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
                         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
         train(run_dir, 0, "fp32", False, 30, Filling)
+        reports.write_text(said.getvalue())
 
     code = finish(in_child(work))
     text = (run_dir / "journal.jsonl").read_text()
