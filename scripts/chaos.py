@@ -148,7 +148,7 @@ def acknowledging(run_dir: Path) -> None:
 def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: random.Random) -> dict[str, int]:
     """Train with `num_kills` SIGKILLs, then to the end. Every other kill waits for a save to be under way."""
     store = CheckpointStore(run_dir / "checkpoints")
-    counts = {"kills": 0, "while_saving": 0, "unloadable": 0, "lost": 0}
+    counts = {"kills": 0, "while_saving": 0, "too_late": 0, "unloadable": 0, "lost": 0}
 
     def work() -> None:
         acknowledging(run_dir)
@@ -157,17 +157,16 @@ def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: ran
     while counts["kills"] < num_kills:
         child = in_child(work)
         saving = counts["kills"] % 2 == 1
-        known = {path.name for path in store.paths()}
         deadline = time.monotonic() + 20
         while saving and time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
             with contextlib.suppress(FileNotFoundError):
-                if any(n.endswith(".tmp") and n not in known for n in os.listdir(store.directory)):
+                if any(name.endswith(f".{child}.tmp") for name in os.listdir(store.directory)):
                     break
         time.sleep(rng.uniform(0, 0.004) if saving else rng.uniform(0.02, 0.5))
-        counts["while_saving"] += any(store.directory.glob(".step-*.tmp"))
         kill(child)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+            counts["too_late"] += os.WIFEXITED(os.waitpid(child, 0)[1])
+        counts["while_saving"] += any(store.directory.glob(f".step-*.{child}.tmp"))  # what it left half done
         counts["kills"] += 1
         noted = run_dir.parent / ACKNOWLEDGED
         acknowledged = noted.read_text().split() if noted.exists() else []
@@ -257,7 +256,7 @@ def kills(directory: Path, num_kills: int, seed: int, max_steps: int) -> bool:
         workers, precision, background = variant
         print(
             f"kills: {workers} workers, {precision}, {'async' if background else 'sync'}: {counts['kills']} kills "
-            f"({counts['while_saving']} while saving), {counts['unloadable']} unloadable, {counts['lost']} acknowledged saves lost, "
+            f"({counts['while_saving']} while saving, {counts['too_late']} after the end), {counts['unloadable']} unloadable, {counts['lost']} acknowledged saves lost, "
             f"final state {'bit-identical' if not differing else 'DIFFERS in ' + ', '.join(differing[:8])}"
         )
         good = good and not (counts["unloadable"] or counts["lost"] or differing)
