@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ..forensics import Effort, Step, diagnose
 from ..incident import Origin
 from ..rng import undisturbed_rng
 from ..verdict import Action
-from .case import Case
+from .case import Case, LastGood
 
 if TYPE_CHECKING:
     from ..trainer import SafeTrainer
@@ -164,6 +164,19 @@ class Workbench:
     def unpatch(self, case: Case) -> None:
         if case.patch is not None:
             self._trainer.patches.remove(case.patch)
+
+    def state_dict(self) -> dict[str, Any]:
+        good = self._trainer.last_good
+        return {
+            "known": [[*place, first] for place, first in self._known.items()],
+            "losses": None if good is None else [good.first, good.lowest, list(good.losses.values)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The last good window itself is not kept: until a step is committed there is no batch to look at."""
+        self._known = {(*place,): first for *place, first in state["known"]}
+        if state["losses"] is not None:
+            self._trainer.last_good = LastGood.resumed(*state["losses"])
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -112,6 +112,13 @@ class LastGood:
         self.losses = Recent(20, [loss])
         self.first = self.lowest = loss
 
+    @classmethod
+    def resumed(cls, first: float, lowest: float, losses: Sequence[float]) -> LastGood:
+        good = cls((), first)
+        good.lowest = lowest
+        good.losses = Recent(20, losses)
+        return good
+
     def forget(self) -> None:
         """The run went back: what was good lately is no longer of this state."""
         self.window = ()
