@@ -34,7 +34,9 @@ class Patches:
             for variant in self._active.values():
                 self._stack.enter_context(variant)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._stack is not None:
             self._stack.close()
             self._stack = None

@@ -214,7 +214,9 @@ def _state_differences(one: TrainState, other: TrainState) -> list[str]:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def _value_differences(left: Any, right: Any, path: str) -> Iterator[str]:
@@ -298,7 +300,9 @@ def damage(directory: Path, num_flips: int, seed: int) -> bool:
         expect_fallback("deletion", path, None)
     assert store.load(newest)
     summary = ", ".join(f"{count} {what}s" for what, count in tried.items())
-    print(f"damage: {summary} in {len(files)} files: {len(missed)} not detected{': ' + '; '.join(missed[:5]) if missed else ''}")
+    print(
+        f"damage: {summary} in {len(files)} files: {len(missed)} not detected{': ' + '; '.join(missed[:5]) if missed else ''}"
+    )
     return not missed
 
 
@@ -347,11 +351,15 @@ def full_disk(directory: Path, num_stages: int) -> bool:
             lost = set(before) - {path.name for path in store.paths()}
             left_over = list(store.directory.glob(".*.tmp"))
             if code not in (0, 7) or lost or left_over or after is None or after.passed_over:
-                print(f"with {leave} bytes of room: exit code {code}, lost {lost}, left over {left_over}", file=sys.stderr)
+                print(
+                    f"with {leave} bytes of room: exit code {code}, lost {lost}, left over {left_over}", file=sys.stderr
+                )
                 good = False
         good = _trains_through_a_full_disk(directory / "full", mounted) and good
     how = "a small file system" if mounted else "a limit on the size of files"
-    print(f"full disk ({how}): {outcomes['refused']} saves refused, {outcomes['written']} written, {'nothing lost' if good else 'FAILED'}")
+    print(
+        f"full disk ({how}): {outcomes['refused']} saves refused, {outcomes['written']} written, {'nothing lost' if good else 'FAILED'}"
+    )
     return good
 
 
@@ -423,12 +431,18 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("what", nargs="*", choices=["kills", "damage", "full-disk", []], help="default: all of them")
-    parser.add_argument("--kills", type=int, default=36, help="SIGKILLs in all, half of them while a checkpoint is being written")
-    parser.add_argument("--flips", type=int, default=300, help="random bit flips, spread over the files of a checkpoint")
+    parser.add_argument(
+        "--kills", type=int, default=36, help="SIGKILLs in all, half of them while a checkpoint is being written"
+    )
+    parser.add_argument(
+        "--flips", type=int, default=300, help="random bit flips, spread over the files of a checkpoint"
+    )
     parser.add_argument("--stages", type=int, default=40, help="amounts of free space to save with")
     parser.add_argument("--steps", type=int, default=120, help="length of the runs that are killed")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary directory, removed if all is well)")
+    parser.add_argument(
+        "--directory", type=Path, help="where to work (default: a temporary directory, removed if all is well)"
+    )
     arguments = parser.parse_args()
     what = arguments.what or ["kills", "damage", "full-disk"]
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="safetrain-chaos-"))

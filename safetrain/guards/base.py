@@ -47,7 +47,9 @@ class Guard:
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")
         known = REGISTRY.get(cls.name)
         if known is None or not known.__module__.startswith(f"{__package__}."):
-            REGISTRY[cls.name] = cls  # a guard of the user's with a name of ours is used by `_target_`, and hides nothing
+            REGISTRY[cls.name] = (
+                cls  # a guard of the user's with a name of ours is used by `_target_`, and hides nothing
+            )
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         """Give the options as keywords, or a ready `Config`."""

@@ -86,7 +86,9 @@ class Workbench:
         trainer._undo(case.view)
         if not names or not self.try_again(case, case.window):
             return False
-        trainer.run.warn(f"step {case.view.step}: {', '.join(names)} is not finite; nothing depends on it, so it is not watched")
+        trainer.run.warn(
+            f"step {case.view.step}: {', '.join(names)} is not finite; nothing depends on it, so it is not watched"
+        )
         return True
 
     def try_again(self, case: Case, window: Sequence[Any]) -> bool:

@@ -41,7 +41,6 @@ class Rung:
 class Retry(Rung):
     """A fault that does not reproduce: run the very same step once more."""
 
-
     def fits(self, case: Case) -> bool:
         # Without a replay there is no knowing, and trying is how to find out.
         return case.is_non_finite and not case.is_late and case.incident.replay.reproduced is not True
@@ -153,7 +152,9 @@ class Skip(Rung):
             return problem
         if case.decision.action is Action.SKIP:
             return Settlement(Action.SKIP, is_dynamics=is_dynamics)
-        return Settlement(Action.SKIP, ["the last good batch is as good as it was: the data is at fault, not the state"])
+        return Settlement(
+            Action.SKIP, ["the last good batch is as good as it was: the data is at fault, not the state"]
+        )
 
 
 class Rollback(Rung):
