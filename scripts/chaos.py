@@ -205,7 +205,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _state_differences(one: TrainState, other: TrainState) -> list[str]:
-    found = [name for name in one.tensors.keys() ^ other.tensors.keys()]
+    found = list(one.tensors.keys() ^ other.tensors.keys())
     for name in one.tensors.keys() & other.tensors.keys():
         left, right = one.tensors[name], other.tensors[name]
         if left.dtype != right.dtype or left.shape != right.shape or not _same_bits(left, right):
@@ -319,7 +319,9 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", str(directory)], check=True)
+            subprocess.run(
+                ["umount", "--lazy", str(directory)], check=True
+            )  # tensors may still be mapped from its files
 
 
 def fill(directory: Path, leave: int) -> Path:

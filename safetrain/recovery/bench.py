@@ -68,8 +68,7 @@ class Workbench:
         )
         diagnosis = diagnose(step, effort)
         diagnosis.fill(incident)
-        case.notes["micro_batch"] = diagnosis.micro_batch
-        case.notes["healthy"] = diagnosis.healthy
+        case.diagnosis = diagnosis
         if diagnosis.origin.op is not None:
             first = self._known.setdefault(_place(diagnosis.origin), incident.id)
             if first != incident.id:
@@ -78,7 +77,8 @@ class Workbench:
     def absolve(self, case: Case) -> bool:
         """Commit a step whose only blemish is a buffer that nothing depends on (a metric, say), and watch it no longer."""
         trainer = self._trainer
-        if case.is_late or not case.notes.get("healthy") or case.incident.trigger.signal != "buffers":
+        is_healthy = case.diagnosis is not None and case.diagnosis.healthy
+        if not is_healthy or case.incident.trigger.signal != "buffers":
             return False
         trainer.transaction.rewind()
         trainer._attempt(case.window)
@@ -154,19 +154,15 @@ class Workbench:
         lost = before - trainer.run.result.steps
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 
-    def grow_island(self, case: Case, module: str) -> None:
+    def grow_island(self, module: str) -> None:
         self._trainer.guard("islands").grow(self._trainer.model, module)
 
     def patch(self, case: Case) -> str | None:
-        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
-        if remedy is None or origin.file is None or origin.line is None:
-            return None
-        return self._trainer.patches.add(origin.file, origin.line, remedy.target)
+        return None if case.patch is None else self._trainer.patches.add(case.patch)
 
     def unpatch(self, case: Case) -> None:
-        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
-        if remedy is not None and origin.file is not None and origin.line is not None:
-            self._trainer.patches.remove(origin.file, origin.line, remedy.target)
+        if case.patch is not None:
+            self._trainer.patches.remove(case.patch)
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..batch import num_samples
 from ..config.schema import RecoveryConfig
-from ..forensics.samples import select
+from ..forensics.samples_of import select
 from ..verdict import Action
 from .case import Bench, Case, Settlement
 
@@ -67,7 +67,7 @@ class Samples(Rung):
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
         window = list(case.window)
-        guilty = case.notes.get("micro_batch", 0)
+        guilty = case.guilty_micro_batch
         size = num_samples(window[guilty])
         window[guilty] = select(window[guilty], [i for i in range(size) if i not in case.incident.samples], size)
         if not bench.try_again(case, window):
@@ -103,15 +103,14 @@ class Island(Rung):
         return config.max_islands
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and case.incident.verified("fp32_island") is not None
+        return case.is_non_finite and not case.is_late and case.island is not None
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        remedy = case.incident.verified("fp32_island")
-        assert remedy is not None
-        bench.grow_island(case, remedy.target or "")
+        assert case.island is not None
+        bench.grow_island(case.island)
         if not bench.try_again(case, case.window):
             return "it did not keep the step finite"
-        return Settlement(Action.COMMIT, [f"{remedy.target or 'the model'} is kept in float32 from now on"])
+        return Settlement(Action.COMMIT, [f"{case.island or 'the model'} is kept in float32 from now on"])
 
 
 class Patch(Rung):
@@ -123,7 +122,7 @@ class Patch(Rung):
         return config.max_patches
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and case.incident.verified("safe_op") is not None
+        return case.is_non_finite and not case.is_late and case.patch is not None
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
         patched = bench.patch(case)
