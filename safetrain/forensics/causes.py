@@ -333,7 +333,7 @@ def _in_distribution(f: Finding) -> bool:
         return False
     place = user_place(f.event.frames)
     for frame in f.event.frames:
-        if "/torch/distributions/" in frame.code.co_filename:
+        if "/torch/distributions/" in frame.code.co_filename.replace("\\", "/"):
             return True
         if place is not None and frame.code.co_filename == place.file:
             return False

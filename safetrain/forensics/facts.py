@@ -14,6 +14,8 @@ from .schemas import schema_of
 from .values import FINITE, bad_positions, kind_of, numbers, statistics
 
 MAX_ROWS = 4096
+LARGEST_COPY = 200_000_000
+"""Operands with more values than this together are not repeated in double precision."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ def _repeat_in_fp64(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Mapping[str, Tensor], facts: Facts
 ) -> None:
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    if sum(tensor.numel() for tensor in operands.values()) > LARGEST_COPY:
         return
     named = dict(zip(schema_of(func).arguments, args, strict=False))
     try:

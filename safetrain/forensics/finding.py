@@ -143,7 +143,10 @@ def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
 
 
 def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replayer) -> bool:
-    owner = replayer.model.get_submodule(buffer.rpartition(".")[0])
+    path = buffer.rpartition(".")[0]
+    if not path:
+        return False  # everything runs inside the root module; there, running values are metrics
+    owner = replayer.model.get_submodule(path)
     return any(
         event.index in behind_loss and any(frame.module is owner for frame in event.frames)
         for event in trace.tracer.events
@@ -200,7 +203,7 @@ def _judge_hidden(finding: Finding, crossing: Event) -> None:
 
 def has_masked_zeros(finding: Finding, event: Event | None) -> bool:
     """Is the incoming gradient zero wherever this op's result is bad, because a mask upstream made it so?"""
-    if event is None or event.phase != "backward":
+    if event is None or event.phase != "backward" or event.node_number is None:
         return False
     # A derivative is several ops, and the first of them that goes bad need not be the one that reads the gradient.
     siblings = [other for other in finding.trace.tracer.events if other.node_number == event.node_number]

@@ -21,7 +21,7 @@ from .causes import judge
 from .finding import Finding, locate, locate_buffer, locate_error
 from .fixes import suggest
 from .path import propagation
-from .raised import is_numeric
+from .raised import explain_error, is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
@@ -127,28 +127,38 @@ def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
 
 def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     trace = replayer.traced()
+    if trace.error is not None and replayer.plain().error is None:
+        raise RuntimeError(
+            f"the step raises only when traced: {type(trace.error).__name__}: {trace.error}"
+        ) from trace.error
     finding, signal = _find(replayer, trace)
     if finding is None and replayer.is_compiled and trace.error is None:
         return _compare_with_compiled(replayer, trace)
     if finding is None:
         healthy = trace.finite or signal == "handled"
-        return Diagnosis(
-            healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None)
+        replay = _replay_of(replayer, trace, None)
+        diagnosis = Diagnosis(
+            healthy, "" if healthy else signal, None, trace.micro_batch, error=trace.error, replay=replay
         )
+        if trace.error is not None:
+            diagnosis.cause = explain_error(trace.error)
+        return diagnosis
     diagnosis = Diagnosis(signal=signal, micro_batch=trace.micro_batch, error=trace.error)
     diagnosis.value = float(trace.loss) if signal == "loss" and trace.loss is not None else finding.sink
     if finding.is_low_precision or remedy_trials.uses_low_precision(replayer):
         finding.finite_in_fp32 = remedy_trials.in_fp32(replayer).finite
     diagnosis.origin = finding.origin()
     diagnosis.cause = judge(finding)
+    if len(replayer.step.window) > 1:
+        diagnosis.cause.explanation += f"; in micro-batch {trace.micro_batch} of {len(replayer.step.window)}"
     diagnosis.propagation = propagation(finding, replayer)
     again = replayer.plain()
     diagnosis.replay = _replay_of(replayer, trace, again)
     found = Samples([])
     if effort.samples and finding.phase not in ("params", "optimizer"):
-        found = sample_search.search(replayer, finding, effort.max_replays // 2)
+        found = _search_samples(replayer, finding, effort)
         diagnosis.samples = found.guilty
-        if found.guilty and found.note:
+        if found.note and (found.guilty or found.failed):
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
     if effort.remedies and not effort.is_known(diagnosis.origin):
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
@@ -156,6 +166,14 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         diagnosis.patch, diagnosis.island = trials.patch, trials.island
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
     return diagnosis
+
+
+def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Samples:
+    """What is already known must not be lost when a batch is too unusual to be taken apart."""
+    try:
+        return sample_search.search(replayer, finding, effort.max_replays // 2)
+    except Exception as error:
+        return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
 
 
 def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:

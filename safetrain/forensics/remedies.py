@@ -131,7 +131,6 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
             remedy = Remedy("safe_op", finite, result.loss_value, detail)
         else:
             remedy = trials.replay("safe_op", detail, variant)
-        remedy.target = name if names else None
         if variant.num_hits:
             yield remedy
             if remedy.finite:
@@ -176,7 +175,6 @@ def island(trials: Trials) -> Iterator[Remedy]:
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
-        remedy.target = path
         yield remedy
         if remedy.finite:
             trials.island = path

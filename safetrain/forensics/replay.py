@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -278,7 +279,10 @@ def _named_parameters(model: nn.Module, step: Step) -> dict[str, nn.Parameter]:
 
 def fresh(batch: Any) -> Any:
     """A copy that the step may change in place."""
-    return map_tensors(batch, _copied)
+    try:
+        return map_tensors(batch, _copied)
+    except TypeError:  # a container that cannot be rebuilt from its items
+        return copy.deepcopy(batch)
 
 
 def _copied(item: Any) -> Any:

@@ -21,6 +21,7 @@ class Samples:
     note: str = ""
     without: Result | None = None
     """The step without them."""
+    failed: bool = False
 
 
 def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,7 +44,11 @@ def select(batch: Any, keep: list[int], size: int) -> Any:
         return batch[keep] if batch.ndim and batch.shape[0] == size else batch
     if isinstance(batch, Mapping):
         items = {key: select(value, keep, size) for key, value in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+        if not isinstance(batch, dict):
+            return type(batch)(items)  # type: ignore[call-arg]
+        result = copy.copy(batch)  # keeps the type and what else it holds
+        result.update(items)
+        return result
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(select(value, keep, size) for value in batch))
     if isinstance(batch, (list, tuple)):

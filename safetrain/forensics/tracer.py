@@ -172,7 +172,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = named_tensors(schema.arguments, args, kwargs)
         written = self._read(event, schema, operands, args, kwargs)
         if node is not None and schema.name == "mul":
-            event.masks = frozenset(name for name, tensor in operands if bool((tensor == 0).any()))
+            event.masks = frozenset(name for name, t in operands if t.layout is torch.strided and bool((t == 0).any()))
         before = self._copies(schema, operands)
         result = func(*args, **kwargs)
         if event.number in self._interventions:
@@ -184,7 +184,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.frames = stack(self._until)
             if schema.name in ("mul", "div"):
                 event.zero_where_bad = zero_where_bad(operands, outputs[0])
-        if event.kind_out > event.kind_in and not event.uninitialised and self._num_facts < MAX_FACTS:
+        typed = event.literal == INF and event.kind_in == FINITE
+        if event.kind_out > event.kind_in and not event.uninitialised and not typed and self._num_facts < MAX_FACTS:
             self._num_facts += 1
             values = {name: before.get(id(tensor), tensor) for name, tensor in operands}
             with contextlib.suppress(Exception):  # statistics are a help, never a reason to fail
@@ -326,6 +327,8 @@ def _leaves(value: Any) -> list[Tensor]:
 
 def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:
     """`where` and `masked_fill` let only a part of an operand through: the kind of that part."""
+    if len(args) < 2:
+        return kind
     if op == "where" and len(args) == 3:
         chosen = args[0] if tensor is args[1] else ~args[0] if tensor is args[2] else None
     else:

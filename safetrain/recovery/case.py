@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..forensics import Diagnosis
+from ..forensics.substitutes import Patch
 from ..history import Recent
 from ..incident import Incident
 from ..rng import RandomState
@@ -29,7 +31,7 @@ DATA_CAUSES = {
 """Causes that lie in a sample or a formula: a lower learning rate would not help."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """A refused step. The trainer has already put everything back to where it was before it."""
 
@@ -45,8 +47,22 @@ class Case:
     """False: the state was found to be wrong between two steps."""
     nothing_learned: bool = False
     """No committed step had a lower loss than the first one."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What the investigation found that rungs need and an incident does not tell."""
+    diagnosis: Diagnosis | None = None
+    """What the investigation found; None if there was none."""
+
+    @property
+    def guilty_micro_batch(self) -> int:
+        return 0 if self.diagnosis is None else self.diagnosis.micro_batch
+
+    @property
+    def island(self) -> str | None:
+        """The module that, kept in float32, was seen to keep the step finite."""
+        return None if self.diagnosis is None else self.diagnosis.island
+
+    @property
+    def patch(self) -> Patch | None:
+        """The safe variant that was seen to keep the step finite."""
+        return None if self.diagnosis is None else self.diagnosis.patch
 
     @property
     def is_non_finite(self) -> bool:
@@ -144,7 +160,7 @@ class Bench(Protocol):
         """Go back to the newest `trusted` snapshot (an older one if that did not help), the newest checkpoint on `disk`, or the
         `first` snapshot, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
 
-    def grow_island(self, case: Case, module: str) -> None:
+    def grow_island(self, module: str) -> None:
         """Keep a module in float32 from now on."""
 
     def patch(self, case: Case) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,33 @@ def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -
     assert (incident is not None) is make_bad
     assert same(before, everything(model, optimizer, batch))
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_an_optimizer_with_nested_state_of_its_own_is_put_back() -> None:
+    class Nested(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.log: list[float] = []
+            self.norms = {"last": torch.zeros(())}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                history = self.state[p].setdefault("history", [torch.zeros_like(p)])
+                history[0].add_(p.grad)
+                history.append(p.grad.clone())
+                self.norms["last"].copy_(p.grad.norm())
+                self.log.append(float(p.grad.norm()))
+                p.sub_(history[0])
+
+    model = Tiny()
+    optimizer = Nested(model.parameters())
+    model(torch.randn(3, 4)).mean().backward()
+    optimizer.step()
+    before = copy.deepcopy([optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]])
+    assert investigate(model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), optimizer=optimizer) is None
+    after = [optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]]
+    assert str(before) == str(after)
 
 
 def test_what_a_module_keeps_in_passing_is_put_back_too() -> None:
@@ -173,6 +201,30 @@ def test_the_guilty_micro_batch_of_a_window() -> None:
     window[2][1] = math.inf
     found = diagnose(Step(Tiny(), lambda m, b: m(b).pow(2).mean(), window))
     assert (found.micro_batch, found.samples, found.origin.phase) == (2, [1], "data")
+    assert "in micro-batch 2 of 4" in found.cause.explanation
+
+
+def test_a_batch_with_a_constructor_of_its_own() -> None:
+    class Named(dict[str, Any]):
+        def __init__(self, x: Tensor, why: str) -> None:
+            super().__init__(x=x)
+            self.why = why
+
+    batch = Named(torch.rand(4, 4), "it takes two arguments")
+    batch["x"][2] = math.nan
+    found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() * len(b.why), [batch]))
+    assert (found.cause.label, found.samples) == ("bad_input_data", [2])
+
+
+def test_a_search_for_samples_that_fails_does_not_lose_the_rest() -> None:
+    class Fixed(UserDict[str, Any]):
+        def __init__(self, x: Tensor, why: str) -> None:
+            super().__init__(x=x)
+            self.why = why
+
+    found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() / 0, [Fixed(torch.rand(4, 4), "")]))
+    assert (found.cause.label, found.samples) == ("division_by_zero", [])
+    assert "the search failed" in found.cause.explanation
 
 
 def test_samples_that_interact_are_said_to() -> None:

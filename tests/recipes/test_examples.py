@@ -89,7 +89,7 @@ def test_several_optimizers(execute):
 def test_several_optimizers_refuse_together(execute):
     names = execute("4_several_optimizers/train.py")
     batches = [torch.randn(16, 2) for _ in range(6)]
-    batches[3][0] = torch.nan
+    batches[3].fill_(torch.nan)
     weights = []
 
     class Watched(names["GANTrainer"]):  # type: ignore[misc, name-defined]
