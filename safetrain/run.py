@@ -24,7 +24,7 @@ from .config import load_config, to_yaml
 from .config.schema import Config
 from .errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
 from .files import to_json, write_text
-from .incident import Incident, Outcome, Trigger
+from .incident import Cause, Incident, Outcome, Trigger
 from .loadable import rebuild
 from .recovery import Case, Settlement
 from .result import FitResult
@@ -268,6 +268,11 @@ class Run:
             self.consecutive_refusals = 0
         if settlement.is_dynamics:
             self.dynamics_steps.append(view.step)
+            if not case.has_non_finite_number:
+                explanation = (
+                    f"every number was finite, but training went astray: {'; '.join(incident.decision.reasons)}"
+                )
+                incident.cause = Cause("divergence", explanation)
         self.keep(incident)
 
     def keep(self, incident: Incident) -> None:

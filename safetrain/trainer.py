@@ -140,7 +140,7 @@ class SafeTrainer(TrainerParts):
         """Forward and backward for each micro-batch, then measure. Nothing is read to the host."""
         losses, metrics = [], []
         for index, batch in enumerate(window):
-            with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1):
+            with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1), self.patches:
                 loss, beside = self._forward(batch)
                 if not self._checked_backward and index == 0:
                     assembly.check_no_backward(self._parameters)
@@ -155,7 +155,7 @@ class SafeTrainer(TrainerParts):
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        with self.engine.autocast(), self.patches:
+        with self.engine.autocast():
             output = self.training_step(self._called_model, same_nest(batch))
         loss, metrics = assembly.split_loss(output, "training_step")
         if torch.is_grad_enabled():

@@ -114,7 +114,7 @@ class Workbench:
         trainer.transaction.rewind()
         finite = []
         for batch in case.window:
-            with trainer.engine.gradient_sync(trainer._called_model, sync=False):
+            with trainer.engine.gradient_sync(trainer._called_model, sync=False), trainer.patches:
                 loss, _ = trainer._forward(batch)
                 trainer.engine.backward(loss / len(case.window))
             norm = gradients.global_norm(gradients.collect(trainer._parameters))
@@ -132,7 +132,7 @@ class Workbench:
         trainer = self._trainer
         if trainer.last_good is None or not trainer.last_good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
-        with torch.no_grad(), undisturbed_rng():
+        with torch.no_grad(), undisturbed_rng(), trainer.patches:
             losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
         trainer.transaction.restore()
         loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
