@@ -54,7 +54,9 @@ class Finite(Guard):
         signal, value, reason = trouble
         evidence = {"signal": signal, "value": value}
         if signal == "lr":  # the schedule moves with committed steps only, so this does not pass
-            return Verdict(Action.STOP, reason=f"{reason}, and every later step would be refused too", evidence=evidence)
+            return Verdict(
+                Action.STOP, reason=f"{reason}, and every later step would be refused too", evidence=evidence
+            )
         if bad := view.bad_state():
             what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -83,7 +85,8 @@ class Finite(Guard):
             )
         if view.norm_overflow and not view.limits.bounded:
             reason = (
-                f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and no clip guard to bound it"
+                f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and nothing bounds it: there is no "
+                "clip guard, or it is adaptive and still warming up"
             )
             return "grad_norm", view.grad_norm, reason
         for lr in view.lrs:
