@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,6 @@ from torch.optim import Optimizer
 from .ema import Ema
 from .gradients import numbers_of, peak
 from .transaction import Transaction
-
-if TYPE_CHECKING:
-    from .state import TrainState
 
 
 class Audit:
@@ -65,9 +61,8 @@ FLOORS = {"model": 1e-2, "extra": 1e-2, "ema": 1e-2, "optimizer": 1.0}
 """What a tensor that was smaller counts as when jumps are looked for: zeros are meant to grow."""
 
 
-def problems_of(state: TrainState) -> dict[str, str]:
-    """Names of the tensors that no run should continue with, with what is wrong."""
-    return problems_in(peaks_of(state.tensors), state.rest["born_bad"])
+def is_second_moment(name: str) -> bool:
+    return name.startswith("optimizer/") and name.endswith(SECOND_MOMENTS)
 
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
@@ -92,7 +87,7 @@ def problems_in(peaks: Mapping[str, tuple[float, float]], ignored: Sequence[str]
     for name, (low, high) in peaks.items():
         if not (math.isfinite(low) and math.isfinite(high)) and name not in ignored:
             problems[name] = "holds NaN" if math.isnan(low) else "holds Inf"
-        elif low < 0.0 and name.startswith("optimizer/") and name.endswith(SECOND_MOMENTS):
+        elif low < 0.0 and is_second_moment(name):
             problems[name] = f"a second moment of {low:.3g}"
     return problems
 

@@ -195,7 +195,7 @@ class DeferredCommits:
 
     def _committed(self, each: Pending, view: StepView, decision: Decision) -> None:
         trainer = self._trainer
-        trainer._last_good = each.window, view.loss
+        trainer._remember_good(each.window, view.loss)
         trainer.committed(view, decision)
         refusals = [(name, verdict) for name, verdict in decision.verdicts.items() if verdict.action is Action.SKIP]
         if refusals:

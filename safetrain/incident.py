@@ -52,8 +52,6 @@ class Remedy:
     finite: bool
     loss: float | None = None
     detail: str = ""
-    target: str | None = None
-    """What it was applied to: the module of an island, the function of a safe variant (None: all of the line)."""
 
 
 @dataclass
@@ -84,10 +82,6 @@ class Incident:
     @property
     def id(self) -> str:
         return f"step-{self.step:06d}"
-
-    def verified(self, name: str) -> Remedy | None:
-        """The remedy of this name that was seen to keep the step finite."""
-        return next((remedy for remedy in self.remedies if remedy.name == name and remedy.finite), None)
 
     def to_dict(self) -> dict[str, Any]:
         """As in `incident.json`: JSON types only, non-finite numbers as strings."""

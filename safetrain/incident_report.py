@@ -46,6 +46,8 @@ def _headline(incident: Incident) -> str:
     )
     kind = f" ({origin.module_type})" if origin.module_type else ""
     op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name}"
+    if origin.phase == "backward":
+        op = f"the derivative of {origin.name} (computed by {origin.op})"
     return f"{op}, {origin.phase}, {where}{kind}"
 
 
@@ -66,7 +68,11 @@ def source_lines(incident: Incident, context: int = CONTEXT) -> list[str]:
 
 
 def _replay(incident: Incident) -> str:
-    reproduced = {True: "reproduced", False: "not reproduced: a transient fault", None: "not compared with the original"}
+    reproduced = {
+        True: "reproduced",
+        False: "not reproduced: a transient fault",
+        None: "not compared with the original",
+    }
     deterministic = {True: ", twice the same", False: ", but not twice the same", None: ""}
     return reproduced[incident.replay.reproduced] + deterministic[incident.replay.deterministic]
 

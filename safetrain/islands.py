@@ -54,26 +54,27 @@ def loss_island(model: nn.Module) -> Callable[[], None]:
 
 def islands_of(model: nn.Module) -> list[str]:
     """Names of the modules that are islands now, and `loss` last if the loss is one."""
-    names = [name for name, module in model.named_modules() if module.__dict__.get(_ISLAND)]
-    return [*names, LOSS] if model.__dict__.get(_LOSS_ISLAND) else names
+    names = [name for name, module in model.named_modules() if _is(module, _ISLAND)]
+    return [*names, LOSS] if _is(model, _LOSS_ISLAND) else names
 
 
 def autocast(model: nn.Module | None, device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Autocast for a step of `model`, around all of it or, if the loss is an island, around the model's forward only."""
     if dtype is None:
         return nullcontext()
-    if model is not None and model.__dict__.get(_LOSS_ISLAND):
+    if model is not None and _is(model, _LOSS_ISLAND):
         return _autocast_inside(model, device_type, dtype)
     return torch.autocast(device_type, dtype=dtype)
 
 
 @contextmanager
 def _autocast_inside(model: nn.Module, device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    outer = model.__dict__.get(_AUTOCAST)
     model.__dict__[_AUTOCAST] = (device_type, dtype)
     try:
         yield
     finally:
-        del model.__dict__[_AUTOCAST]
+        model.__dict__[_AUTOCAST] = outer
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +123,8 @@ def _ask(module: nn.Module, key: str) -> Callable[[], None]:
     if isinstance(module, torch.jit.ScriptModule):
         raise UsageError("a scripted module cannot be a float32 island.\nTo fix: use the module it was made from.")
     if not _is_installed(module):
+        for left_over in (_ISLAND, _LOSS_ISLAND):  # of an island that was pickled
+            own.pop(left_over, None)
         if "forward" in own:
             own[_OWN_FORWARD] = own["forward"]
         own["forward"] = types.MethodType(forward, module)
@@ -146,6 +149,7 @@ def _release(module: nn.Module, key: str) -> None:
     if _ISLAND in own or _LOSS_ISLAND in own:
         return
     del own["forward"]
+    own.pop(_AUTOCAST, None)
     if _OWN_FORWARD in own:
         own["forward"] = own.pop(_OWN_FORWARD)
     _BACKWARD.let_go()
@@ -153,6 +157,10 @@ def _release(module: nn.Module, key: str) -> None:
 
 def _is_installed(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+
+
+def _is(module: nn.Module, kind: str) -> bool:
+    return _is_installed(module) and kind in module.__dict__
 
 
 class _CompiledBackward:

@@ -37,7 +37,7 @@ class Keeper:
         self._store = None if self._run.dir is None else CheckpointStore(self._run.dir / CHECKPOINTS)
         self._saver = None
         if self._store is not None and self._config.enabled:
-            self._saver = Saver(self._store, self._config.async_, self._published)
+            self._saver = Saver(self._store, self._config.async_, self._published, self._tidy)
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
@@ -134,14 +134,19 @@ class Keeper:
         }
 
     def _published(self, path: Path) -> None:
-        """Links and rotation, after a checkpoint is safely on disk. In the background: runs in the thread that wrote it."""
         assert self._store is not None
         self._store.point("last", path)
+
+    def _tidy(self) -> None:
+        """Old checkpoints go, after a new one is safely on disk. Runs in a thread of its own."""
+        assert self._store is not None
         self._store.rotate(self._kept)
 
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
         assert self._store is not None
         config, sign = self._config, 1.0 if self._trainer.config.loop.monitor_mode == "min" else -1.0
+        # Of several of one step the last is the one: it also knows of the evaluation, or of the end of the epoch.
+        sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
         ranked = sorted((sign * m.metric, index) for index, (_, m) in enumerate(sound) if m.metric is not None)
         if ranked:
             self._store.point("best", sound[ranked[0][1]][0])
@@ -162,6 +167,7 @@ class Keeper:
         except BadState as bad:
             self._refuse(bad.problems)
         except OSError as error:
+            self._saved = None
             newest = self._store.paths()[-1:] if self._store is not None else []
             kept = f"the newest one, {newest[0].name}, is intact" if newest else "there is none yet"
             message = f"a checkpoint could not be written at step {self._run.step}: {error}; {kept}"

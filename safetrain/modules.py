@@ -31,7 +31,8 @@ def matching(model: nn.Module, patterns: Iterable[str], option: str) -> dict[str
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return any(fnmatchcase(text, pattern) for text in (name, f".{name}", type(module).__name__))
+    names = (name, f".{name}" if name else "", type(module).__name__)
+    return any(fnmatchcase(text, pattern) for text in names)
 
 
 def _spellings(named: dict[str, nn.Module]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .errors import UsageError
 from .guards import Guard
 from .incident import Incident
 from .patches import Patches
-from .recovery import Ladder
+from .recovery import Ladder, LastGood
 from .rng import seed_everything
 from .transaction import Transaction
 from .view import StepView
@@ -33,6 +33,8 @@ class TrainerParts:
 
     _deferred: DeferredCommits | None = None
     _evaluated_at = 0
+    careful_steps = 0
+    """Committed steps whose update is still to be checked before it counts, because one has ruined the state before."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class TrainerParts:
         self.transaction = Transaction(self.model, self._parameters)
         self.ladder = Ladder(self.config.recovery)
         self.patches = Patches()
-        self._last_good: tuple[Sequence[Any], float] | None = None
+        self.last_good: LastGood | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
 
     def _find_parameters(self) -> None:

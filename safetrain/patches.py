@@ -9,24 +9,23 @@ from types import TracebackType
 from typing import Any
 
 from .forensics.frames import Place
-from .forensics.substitutes import SafeVariant
+from .forensics.substitutes import Patch, SafeVariant
 
 
 class Patches:
-    """A context manager around the forward pass. Costs nothing as long as there is no patch."""
+    """A context manager around forward pass and update. Costs nothing as long as there is no patch."""
 
     def __init__(self) -> None:
-        self._active: dict[tuple[str, int, str | None], SafeVariant] = {}
+        self._active: dict[Patch, SafeVariant] = {}
         self._stack: ExitStack | None = None
 
-    def add(self, file: str, line: int, function: str | None) -> str:
-        """Replace this function at this line, or all that have a safe variant (None); says what was done."""
-        place = Place(file, line, linecache.getline(file, line).strip(), "")
-        self._active[file, line, function] = SafeVariant(place, None if function is None else {function})
-        return f"{function or 'what is unsafe'} at {file}:{line} runs as its safe variant from now on"
+    def add(self, patch: Patch) -> str:
+        """Put it in from the next step on; says what was done."""
+        self._active[patch] = patch.active()
+        return f"{_spoken(patch)} runs as its safe variant from now on"
 
-    def remove(self, file: str, line: int, function: str | None) -> None:
-        self._active.pop((file, line, function), None)
+    def remove(self, patch: Patch) -> None:
+        self._active.pop(patch, None)
 
     def __enter__(self) -> None:
         if self._active:
@@ -34,20 +33,33 @@ class Patches:
             for variant in self._active.values():
                 self._stack.enter_context(variant)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
 
     def uses(self) -> dict[str, int]:
-        """How often each patch was used, by `file:line function`."""
-        return {f"{f}:{line} {name or '*'}": variant.num_hits for (f, line, name), variant in self._active.items()}
+        """How often each patch was used, by what it is in words."""
+        return {_spoken(patch): variant.num_hits for patch, variant in self._active.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"patches": [[*key, variant.num_hits] for key, variant in self._active.items()]}
+        entries = []
+        for patch, variant in self._active.items():
+            names = None if patch.names is None else sorted(patch.names)
+            entries.append([patch.place.file, patch.place.line, patch.place.function, names, variant.num_hits])
+        return {"patches": entries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for file, line, function, num_hits in state["patches"]:
-            if (file, line, function) not in self._active:
-                self.add(file, line, function)
-                self._active[file, line, function].num_hits = num_hits
+        for file, line, function, names, num_hits in state["patches"]:
+            place = Place(file, line, linecache.getline(file, line).strip(), function)
+            patch = Patch(place, None if names is None else frozenset(names))
+            if patch not in self._active:
+                self.add(patch)
+                self._active[patch].num_hits = num_hits
+
+
+def _spoken(patch: Patch) -> str:
+    names = "what is unsafe" if patch.names is None else ", ".join(sorted(patch.names))
+    return f"{names} at {patch.place.file}:{patch.place.line}"

@@ -34,14 +34,20 @@ class RandomState:
 
     def to_plain(self) -> dict[str, Any]:
         """Out of types that `torch.load(weights_only=True)` accepts."""
-        numpy = {**self.numpy, "state": {**self.numpy["state"], "key": self.numpy["state"]["key"].tolist()}}
-        return {"python": self.python, "numpy": numpy, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
+        # The long tables as tensors: a hundred times faster to write than as many Python numbers.
+        key = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
+        numpy = {**self.numpy, "state": {**self.numpy["state"], "key": key}}
+        version, table, gauss = self.python
+        python = {"version": version, "table": torch.from_numpy(np.array(table, dtype=np.int64)), "gauss": gauss}
+        return {"python": python, "numpy": numpy, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
 
     @classmethod
     def from_plain(cls, state: dict[str, Any]) -> RandomState:
-        key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
+        key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
+        python = state["python"]
+        table = tuple(python["table"].numpy().tolist())
         numpy = {**state["numpy"], "state": {**state["numpy"]["state"], "key": key}}
-        return cls(state["python"], numpy, state["torch_cpu"], state["torch_cuda"])
+        return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], state["torch_cuda"])
 
 
 def seed_everything(seed: int) -> None:

@@ -256,7 +256,7 @@ class Run:
             self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action), epoch)
         if settlement.action is Action.ROLLBACK:
             self.rollback_steps.append(view.step)
-            self.num_restarts += case.wants_restart
+            self.num_restarts += case.num_restarts if case.wants_restart else 0
             self.consecutive_refusals = 0
         if settlement.is_dynamics:
             self.dynamics_steps.append(view.step)

@@ -60,7 +60,6 @@ class TrainState:
             "optimizer": optimizer,
             "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "scaler": trainer.engine.scaler_state(),
-            "random": RandomState.capture().to_plain(),
             "guards": {guard.name: guard.state_dict() for guard in trainer.guards},
             "deferred": None if trainer._deferred is None else trainer._deferred.state_dict(),
             "extra_state": _extra_state(trainer.model),
@@ -79,7 +78,8 @@ class TrainState:
                 "patches": trainer.patches.state_dict(),
             }
         # Copies of what schedulers and guards go on changing; a few numbers each.
-        return cls(tensors, {part: to_loadable(copy.deepcopy(value), part) for part, value in rest.items()})
+        rest = {part: to_loadable(copy.deepcopy(value), part) for part, value in rest.items()}
+        return cls(tensors, {**rest, "random": RandomState.capture().to_plain()})
 
     @torch.no_grad()
     def restore_training(self, trainer: SafeTrainer) -> None:

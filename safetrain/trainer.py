@@ -30,11 +30,13 @@ from .hooks import check_hooks
 from .keeper import Keeper
 from .measure import Measurement
 from .parts import TrainerParts
-from .recovery import Case
+from .recovery import Case, LastGood
 from .recovery.bench import Workbench
 from .result import FitResult
 from .rng import RandomState
 from .run import Run
+from .snapshots import Copy
+from .state import TrainState
 from .verdict import Action, Decision, Verdict, merge
 from .view import DeviceStep, Limits, StepView, tightest
 
@@ -130,10 +132,11 @@ class SafeTrainer(TrainerParts):
         view = self._view(measurement, limits)
         decision = self._judge(view)
         if decision.action is Action.COMMIT:
-            self._commit(measurement, view, decision, window)
-        else:
-            self._undo(view)
-            self.refused(view, decision, window, self.transaction.random_state)
+            if self._commit(measurement, view, decision, window):
+                return
+            decision = self._bad_update(view)
+        self._undo(view)
+        self.refused(view, decision, window, self.transaction.random_state)
 
     def _attempt(self, window: Sequence[Any]) -> tuple[Measurement, Limits]:
         """Forward and backward for each micro-batch, then measure. Nothing is read to the host."""
@@ -201,29 +204,42 @@ class SafeTrainer(TrainerParts):
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""
         verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
-        if view.error is not None:
+        if view.error is not None and not any(str(view.error) in verdict.reason for _, verdict in verdicts):
             evidence = {"signal": "exception", "value": math.nan}
             reason = f"{type(view.error).__name__}: {view.error}"
             verdicts.append(("loop", Verdict(Action.SKIP, reason=reason, evidence=evidence)))
         return merge(verdicts)
 
-    def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
+    def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> bool:
+        """Apply the step. False: its update would have ruined the state, and was taken back (looked for after trouble only)."""
         if view.scaler_overflow:  # the scaler's own way of skipping: it lowers its scale and nothing else moves
             self.transaction.restore()
             self.engine.update_scale()
             self._clear_gradients()
             self.run.stepped(view, decision, "overflow", self.stream.epoch)
-            return
+            return True
         gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
-        with self.scaled_lr(decision.lr_scale):
+        before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
+        with self.scaled_lr(decision.lr_scale), self.patches:
             self.optimizer.step()
+        if before is not None:
+            if self.audit.bad_state():
+                before.restore_training(self)
+                return False
+            self.careful_steps -= 1
         self.engine.update_scale()
         self.advance_schedule()
         if self.ema is not None:
             self.ema.update()
         self._clear_gradients()
-        self._last_good = self.transaction.window_before(window), view.loss
+        self._remember_good(self.transaction.window_before(window), view.loss)
         self.committed(view, decision)
+        return True
+
+    def _bad_update(self, view: StepView) -> Decision:
+        action = Action.SKIP if view.consecutive_refusals + 1 < 10 else Action.STOP
+        reason = f"loss and gradient are finite, but the update by {type(self.optimizer).__name__} makes the state non-finite"
+        return merge([("update", Verdict(action, reason=reason, evidence={"signal": "update", "value": math.nan}))])
 
     def committed(self, view: StepView, decision: Decision) -> None:
         """Learn from a step that was applied, and tell of it."""
@@ -231,6 +247,9 @@ class SafeTrainer(TrainerParts):
             guard.learn(view, decision)
         self.run.stepped(view, decision, "commit", self.stream.epoch)
         self.on_commit(view)
+
+    def _remember_good(self, window: Sequence[Any], loss: float) -> None:
+        self.last_good = LastGood(window, loss) if self.last_good is None else self.last_good.followed_by(window, loss)
 
     def _undo(self, view: StepView) -> None:
         """As if the step had never been: what its forward pass wrote, the loss scale, the gradients."""
@@ -240,7 +259,9 @@ class SafeTrainer(TrainerParts):
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
-        if self.engine.world_size > 1 or isinstance(error, SafetrainError):
+        if isinstance(error, SafetrainError):
+            return False  # it says itself what to do
+        if self.engine.world_size > 1:
             return False  # the other ranks are in a collective that this one has left
         random_state = self.transaction.random_state
         self.transaction.restore()
@@ -280,9 +301,14 @@ class SafeTrainer(TrainerParts):
         """Find out why, then climb the recovery ladder: repair and commit the step, skip it, go back, or stop."""
         if is_late:
             self.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
-        case = Case(view, decision, window, random_state, self.run.open_incident(view, decision), is_late)
+        nothing_learned = self.last_good is not None and self.last_good.nothing_learned
+        incident = self.run.open_incident(view, decision)
+        case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
         self.bench.investigate(case)
         self.transaction.restore()
+        if self.bench.absolve(case):
+            return Action.COMMIT
+        self.bench.keep_replay(case)
         return self._resolve(case)
 
     def distrusted(self, verdict: Verdict) -> None:
@@ -311,6 +337,7 @@ class SafeTrainer(TrainerParts):
     def _prepared(self) -> Iterator[Keeper]:
         """Hooks of the guards installed, the run announced; everything taken off again at the end."""
         with ExitStack() as stack:
+            self._at_end = stack
             self._keeper = Keeper(self)
             stack.push(lambda kind, error, trace: self._keeper.close(error))
             stack.callback(self.stream.close)

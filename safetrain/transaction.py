@@ -232,6 +232,12 @@ class Transaction:
         found = [(path, values[id(b)]) for path, b in self._named_buffers(self._contents) if self._is_watched(path, b)]
         return found + self._written_weights(lambda weight: self._weights.value_of[id(weight)])
 
+    def exempt_bad_buffers(self) -> list[str]:
+        """No longer watch the buffers that are not finite now; their names."""
+        names = [path for path, buffer in self.buffers_now() if not _is_finite(buffer)]
+        self.born_bad.update(names)
+        return names
+
     @property
     def written_parameters(self) -> set[str]:
         """Names of the parameters that forward writes to."""

@@ -14,15 +14,21 @@ from .store import CheckpointStore
 
 
 class Saver:
-    """Writes one checkpoint at a time.
+    """Writes one checkpoint at a time, and tidies up after it.
 
     In the background the loop waits only while the state is copied, and for the checkpoint before it if that is not
-    finished yet. An error is raised by the next call of any method.
+    finished yet. An error is raised by the next call of any method. Tidying up is always done in the background.
     """
 
-    def __init__(self, store: CheckpointStore, background: bool, published: Callable[[Path], None]) -> None:
-        """`published` is called with each new checkpoint when it is safely on disk, in the thread that wrote it."""
-        self.store, self._published = store, published
+    def __init__(
+        self,
+        store: CheckpointStore,
+        background: bool,
+        published: Callable[[Path], None],
+        tidy: Callable[[], None],
+    ) -> None:
+        """`published` is called with each new checkpoint as soon as it is safely on disk, then `tidy`."""
+        self.store, self._published, self._tidy = store, published, tidy
         self._copy = Copy() if background else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -32,13 +38,13 @@ class Saver:
     def save(self, state: TrainState, about: dict[str, Any]) -> None:
         begin = time.perf_counter()
         try:
+            self.wait()
             if self._copy is None:
                 self._write(state, about)
-                return
-            self.wait()
-            copied = self._copy.take(state)
-            self._thread = threading.Thread(target=self._write_noting_errors, args=(copied, about), daemon=True)
-            self._thread.start()
+                self._start(self._tidy)
+            else:
+                copied = self._copy.take(state)
+                self._start(lambda: self._write(copied, about, tidy=True))
         finally:
             self.seconds_blocked += time.perf_counter() - begin
 
@@ -55,13 +61,20 @@ class Saver:
             self._thread = None
         self.poll()
 
-    def _write(self, state: TrainState, about: dict[str, Any]) -> None:
+    def _write(self, state: TrainState, about: dict[str, Any], tidy: bool = False) -> None:
         path = self.store.write(state, about)
         self.num_saved += 1
         self._published(path)
+        if tidy:
+            self._tidy()
 
-    def _write_noting_errors(self, state: TrainState, about: dict[str, Any]) -> None:
+    def _start(self, work: Callable[[], object]) -> None:
+        # A daemon: a user who wants out at once does not wait for it, and what it has not published never existed.
+        self._thread = threading.Thread(target=self._noting_errors, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _noting_errors(self, work: Callable[[], object]) -> None:
         try:
-            self._write(state, about)
+            work()
         except BaseException as error:
             self._error = error

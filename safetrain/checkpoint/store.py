@@ -14,33 +14,26 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from ..audit import problems_of
+from ..audit import is_second_moment, peaks_of, problems_in
 from ..errors import CheckpointError
 from ..state import TrainState
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
+from .tensorfile import is_storable, write_tensors
 
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?$")
 OWN_FILE = {"model": "model.safetensors", "ema": "ema.safetensors"}
 OTHERS, REST = "training.safetensors", "state.pt"
-STORABLE = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-}
-"""Types of safetensors; tensors of others are kept with the rest."""
 
 
 class BadState(Exception):
@@ -83,11 +76,9 @@ class CheckpointStore:
         temporary = self.directory / f".{final.name}.{os.getpid()}.tmp"
         try:
             temporary.mkdir()
-            with ThreadPoolExecutor(1) as beside:
-                audit = beside.submit(problems_of, state)
-                files = _write_files(temporary, state)
-                if problems := audit.result():
-                    raise BadState(problems)
+            files, problems = _write_files(temporary, state)
+            if problems:
+                raise BadState(problems)
             _write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
             _sync_directory(temporary)
             os.rename(temporary, final)
@@ -170,15 +161,7 @@ class CheckpointStore:
                 if name in manifest.files:
                     tensors |= {f"{part}/{key}": tensor for key, tensor in load_file(path / name).items()}
             tensors |= load_file(path / OTHERS)
-        except (
-            pickle.UnpicklingError,
-            SafetensorError,
-            RuntimeError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ) as error:
+        except Exception as error:  # a forged file can make its readers raise anything, but never run anything
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Damaged(f"it cannot be loaded: {what}") from error
         return Loaded(path, manifest, TrainState(tensors, rest))
@@ -207,58 +190,36 @@ class CheckpointStore:
         return None
 
 
-def _write_files(directory: Path, state: TrainState) -> dict[str, dict[str, Any]]:
-    """Every file but the manifest, flushed to disk; returns their sizes and checksums."""
-    others = {name: t for name, t in state.tensors.items() if name.partition("/")[0] not in OWN_FILE}
-    groups = {file: state.part(part) for part, file in OWN_FILE.items()} | {OTHERS: others}
+def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Every file but the manifest, flushed to disk; returns their sizes and checksums, and what is wrong with the state."""
+    groups: dict[str, dict[str, Tensor]] = {OTHERS: {}}
     odd: dict[str, Tensor] = {}
-    files = {}
-    with ThreadPoolExecutor(1) as beside:
-        for file, tensors in groups.items():
-            if not tensors and file != OTHERS:
-                continue
-            prefix = "" if file == OTHERS else f"{file.partition('.')[0]}/"
-            storable = {name: t for name, t in tensors.items() if t.dtype in STORABLE and t.layout is torch.strided}
-            odd |= {prefix + name: t.cpu() for name, t in tensors.items() if name not in storable}
-            try:
-                save_file(_apart(storable), directory / file)
-            except SafetensorError as error:
-                raise OSError(f"{directory / file}: {error}") from error
-            files[file] = _seal(directory / file, beside)
-        buffer = io.BytesIO()
-        torch.save({**state.rest, "tensors": odd}, buffer)
-        _write_bytes(directory / REST, buffer.getvalue(), sync=False)
-        files[REST] = _seal(directory / REST, beside)
-    return files
+    for name, tensor in state.tensors.items():
+        file = OWN_FILE.get(name.partition("/")[0], OTHERS)
+        if is_storable(tensor):
+            groups.setdefault(file, {})[name if file == OTHERS else name.partition("/")[2]] = tensor
+        else:
+            odd[name] = tensor.cpu()
+    files, suspects = {}, dict(odd)
+    for file, tensors in groups.items():
+        written = write_tensors(
+            directory / file, tensors, [n for n in tensors if file == OTHERS and is_second_moment(n)]
+        )
+        files[file] = {"bytes": written.num_bytes, "xxh3_128": written.checksum}
+        prefix = "" if file == OTHERS else f"{file.partition('.')[0]}/"
+        suspects |= {prefix + name: tensors[name] for name in written.suspects}
+    buffer = io.BytesIO()
+    torch.save({**state.rest, "tensors": odd}, buffer)
+    _write_bytes(directory / REST, buffer.getvalue())
+    files[REST] = {"bytes": buffer.tell(), "xxh3_128": checksum(directory / REST)}
+    return files, problems_in(peaks_of(suspects), state.rest["born_bad"])
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each in the host's memory and in memory of its own, as safetensors wants them."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return result
-
-
-def _seal(path: Path, beside: ThreadPoolExecutor) -> dict[str, Any]:
-    """Flush a file to disk, and compute its checksum meanwhile."""
-    with open(path, "rb+") as file:
-        flushed = beside.submit(os.fsync, file.fileno())
-        sealed = {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": checksum(path)}
-        flushed.result()
-    return sealed
-
-
-def _write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
+def _write_bytes(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
-        if sync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
 def _sync_directory(path: Path) -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # What a guard does by defining a method, by the stage of the loop at which the method is called.
 STAGES = {
-    "begin": {"attach": "installs its hooks on the model, once", "begin": "looks whether this step is to be watched"},
+    "begin": {"attach": "installs its hooks on the model, once", "begin": "prepares for the step"},
+    "forward/backward": {"explains": "turns an exception that it can explain into a refused step"},
     "measure": {"limits": "bounds the gradient", "measure": "adds its own numbers to the step's one transfer"},
     "judge": {"judge": "gives a verdict"},
     "learn": {"learn": "updates its baseline"},

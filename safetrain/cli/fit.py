@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 @click.command()
 @config_arguments
 @click.option("--out", metavar="DIR", type=click.Path(file_okay=False), help="Run directory; must not hold a run yet.")
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "never"]),
+    default="never",
+    help="auto: go on with the run in --out if there is one, else start it. For jobs that are started again and again.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
 @click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
-def command(loaded: LoadedConfig, out: str | None, quiet: bool, json_lines: bool, strict: bool) -> int:
+def command(loaded: LoadedConfig, out: str | None, resume: str, quiet: bool, json_lines: bool, strict: bool) -> int:
     """Train what CONFIG, a file or a recipe's name, describes.
 
     \b
@@ -33,18 +39,26 @@ def command(loaded: LoadedConfig, out: str | None, quiet: bool, json_lines: bool
       safetrain fit my.yaml --out runs/first --seed 1
       safetrain fit my.yaml optimizer.lr=1e-4 'data.train.sizes=[1,2]'
       safetrain fit my.yaml guards.clip.mode=norm ~guards.backoff
+      safetrain fit my.yaml --out runs/first --resume auto
 
     \b
     Exit codes:
       0 done   1 exception in your code   2 usage or config   4 stopped by a guard
-      5 incidents under --strict          130, 143 interrupted
+      5 incidents under --strict          130, 143 interrupted, state saved
     """
     if quiet and json_lines:
         raise click.UsageError("--quiet and --json exclude each other")
+    if resume == "auto" and out is None:
+        raise click.UsageError("--resume auto needs --out DIR: the run to go on with is looked for there")
+    return train_and_report(loaded.config, out, strict, "auto" if resume == "auto" else False)
+
+
+def train_and_report(config: Config, out: str | None, strict: bool, resume: bool | str = False) -> int:
+    """Train; returns the exit code, and says where an exception of the user's code came from."""
     # Exceptions are handled here and not by click, which would take an EOFError of a data set for Ctrl-D.
     progress = Progress()
     try:
-        result = progress.train(loaded.config, out)
+        result = progress.train(config, out, resume)
     except Exception as error:
         # A check that user code calls is an exception of user code.
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
@@ -72,14 +86,14 @@ class Progress:
         except SafetrainError:  # no run yet
             return "before the first step"
 
-    def train(self, config: Config, out: str | None) -> FitResult:
+    def train(self, config: Config, out: str | None, resume: bool | str = False) -> FitResult:
         from ..trainer import SafeTrainer
 
         self._stage = "while the trainer's own module was imported"
         cls = _trainer_class(config, SafeTrainer)
         self._stage = "while the model, the data and the optimizer were built"
         self.trainer = cls(config=config, run_dir=out)
-        return self.trainer.fit()
+        return self.trainer.fit(resume)
 
 
 def _trainer_class(config: Config, base: type[SafeTrainer]) -> type[SafeTrainer]:

@@ -1,6 +1,6 @@
 """The program `safetrain`: finds the command, runs it, and turns what it raises into an exit code.
 
-0 done    1 exception in user code    2 usage or config    4 stopped by a guard    5 incidents under --strict
+0 done    1 exception in user code    2 usage or config    3 a check failed    4 stopped by a guard    5 incidents under --strict
 128 + n   ended by signal n (130 for Ctrl-C), with the state saved
 """
 
@@ -19,14 +19,20 @@ from ..errors import Interrupted, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
 EXIT_USAGE = 2
+EXIT_CHECK_FAILED = 3
 EXIT_STOPPED = 4
 EXIT_INCIDENTS = 5
 
 # Help is written here as well, because asking the commands for it would import them all.
 COMMANDS = {
     "fit": "Train.",
+    "resume": "Go on with a run exactly where it was.",
+    "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",
     "explain": "Print the loop with the guards plugged into it.",
+    "lint": "Look for patterns in source code that go NaN later.",
+    "init": "Create a new project that trains as generated.",
+    "recipes": "List or copy the recipes that ship with safetrain.",
     "env": "Print versions and devices, for a bug report.",
 }
 

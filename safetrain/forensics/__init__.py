@@ -1,28 +1,36 @@
 """Forensics: replay a step that went bad and say which operation did it, why, for which samples, and what would help.
 
-    step.py           what is given: the step, and how much may be spent
-    sandbox.py        everything a replay may disturb, and how it is put back
-    replay.py         runs the step again, plainly or traced
-    tracer.py         records every op: finite or not, and who wrote which memory
-    facts.py          operand statistics at the ops that make bad values
-    provenance.py     walks the record back from a bad loss or gradient to where it began
-    finding.py        op, phase, module and line of the origin
-    update.py         the same for the optimizer's step
-    raised.py         exceptions that are raised because of numbers
-    causes.py         the table of rules that name the cause
-    samples.py        which elements of the batch
-    remedies.py       what would have kept the step finite, tried
-    substitutes.py    safe variants of ops, for one line
-    fixes.py          what to write at that line
-    path.py           from the origin to the loss, by module
-    investigation.py  all of it, in order
-    scan.py           a whole data set
+step.py           what is given: the step, and how much may be spent
+sandbox.py        everything a replay may disturb, and how it is put back
+replay.py         runs the step again, plainly or traced
+tracer.py         records every op: finite or not, and who wrote which memory
+storages.py       which memory a tensor lies in
+api_names.py      how an op was typed
+schemas.py        what an op reads and writes
+values.py         finite, Inf or NaN; statistics
+facts.py          operand statistics at the ops that make bad values
+provenance.py     walks the record back from a bad loss or gradient to where it began
+finding.py        op, phase, module and line of the origin
+frames.py         from Python frames to modules and user lines
+update.py         the same for the optimizer's step
+raised.py         exceptions that are raised because of numbers
+causes.py         the table of rules that name the cause
+samples.py        which elements of the batch
+samples_of.py     a batch as a row of samples
+remedies.py       what would have kept the step finite, tried
+substitutes.py    safe variants of ops, for one line
+casts.py          the step at another precision
+fixes.py          what to write at that line
+path.py           from the origin to the loss, by module
+investigation.py  all of it, in order
+scan.py           a whole data set
+torch_private.py  every private API of torch that is used
 """
 
 from __future__ import annotations
 
 from .investigation import Diagnosis, diagnose, investigate
-from .scan import BadBatch, find_bad_batches
+from .scan import find_bad_batches
 from .step import Effort, Step
 
-__all__ = ["BadBatch", "Diagnosis", "Effort", "Step", "diagnose", "find_bad_batches", "investigate"]
+__all__ = ["Diagnosis", "Effort", "Step", "diagnose", "find_bad_batches", "investigate"]

@@ -24,7 +24,9 @@ def cast_floats(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | 
 
 
 @contextmanager
-def model_as(models: list[nn.Module], dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Iterator[None]:
+def model_as(
+    models: list[nn.Module], dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None
+) -> Iterator[None]:
     """Parameters and buffers in another dtype, autocast off; the tensors themselves come back untouched."""
     tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
     chosen = [t for t in tensors if t.is_floating_point() and (only is None or t.dtype in only)]
@@ -55,11 +57,11 @@ def fp32_island(module: nn.Module) -> Iterator[None]:
         with torch.autocast(device, enabled=False):
             return inner(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
 
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)
     try:
         yield
     finally:
         if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
         else:
             del module.forward

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..incident import Cause
 from ..incident_report import describe_operand
 from .finding import Finding, has_masked_zeros
@@ -21,19 +23,21 @@ RULES: list[tuple[str, Rule]] = []
 
 LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy", "logit", "special_xlog1py", "log_sigmoid_forward"}
 EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh", "special_exp2", "special_expm1"}
-DIVISIONS = {"div", "reciprocal", "true_divide", "floor_divide", "remainder", "fmod", "_weight_norm_interface", "addcdiv"}
-RESTRICTED = {"acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv"} | {
-    "special_erfinv",
-    "special_ndtri",
-    "special_zeta",
-    "mvlgamma",
-    "igamma",
-    "igammac",
-    "atan2",
-    "tan",
-    "_standard_gamma",
-    "special_log_ndtr",
+DIVISIONS = {
+    "div",
+    "reciprocal",
+    "true_divide",
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "_weight_norm_interface",
+    "addcdiv",
 }
+RESTRICTED = {
+    "acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv",
+    "special_erfinv", "special_ndtri", "special_zeta", "mvlgamma", "igamma", "igammac", "atan2", "tan",
+    "_standard_gamma", "special_log_ndtr",
+}  # fmt: skip
 NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rms_norm"}
 TINY = 1e-30
 """Denominators below this are zeros by underflow."""
@@ -55,7 +59,9 @@ def judge(finding: Finding) -> Cause:
         if explanation is not None:
             return Cause(label, explanation)
     what = finding.name or finding.op or "the operation"
-    return Cause("unknown", f"{what} gave a non-finite result and no rule explains it from its operands: {_operands(finding)}")
+    return Cause(
+        "unknown", f"{what} gave a non-finite result and no rule explains it from its operands: {_operands(finding)}"
+    )
 
 
 # ---- what was bad before the step ----------------------------------------------------------------------------------
@@ -65,7 +71,18 @@ def judge(finding: Finding) -> Cause:
 def corrupt_parameter(f: Finding) -> str | None:
     if f.phase != "params" or f.blame.leaf is None:
         return None
-    return f"{f.blame.leaf.kind} {f.owner} was already non-finite before this step"
+    what = f.owner if f.blame.leaf.kind == "outside" else f"{f.blame.leaf.kind} {f.owner}"
+    return f"{what} was already non-finite before this step"
+
+
+@rule("corrupt_parameter")
+def negative_running_variance(f: Finding) -> str | None:
+    if f.event is None or f.facts is None or f.event.op not in NORMS:
+        return None
+    variance = next((t for t in f.facts.inputs if t["name"] == "running_var"), None)
+    if variance is None or not variance.get("negatives"):
+        return None
+    return f"the running variance of {f.name} is negative: {describe_operand(variance)}"
 
 
 @rule("bad_input_data")
@@ -88,8 +105,10 @@ def custom_backward_bug(f: Finding) -> str | None:
     python_node = event.node is not None and event.op == event.node
     if not (event.is_custom_backward or python_node):
         return None
-    function = (event.node or "").removesuffix("Backward")
     what = "uninitialised memory" if event.uninitialised else "a non-finite gradient"
+    if (event.node or "0")[-1].isdigit():  # a node of torch itself: what ran is a hook
+        return f"a gradient hook returns {what} although its input is finite"
+    function = (event.node or "").removesuffix("Backward")
     return f"the custom backward of {function} returns {what} although its inputs are finite"
 
 
@@ -98,6 +117,20 @@ def optimizer_underflow(f: Finding) -> str | None:
     if f.phase != "optimizer" or not f.is_low_precision or _denominator_zeros(f) == 0:
         return None
     return f"in {f.optimizer}, the denominator of the update is 0 in half precision: eps rounds to 0. {_operands(f)}"
+
+
+@rule("fp16_overflow")
+def optimizer_overflow_in_half(f: Finding) -> str | None:
+    if f.phase != "optimizer" or not f.is_low_precision or not _overflows(f):
+        return None
+    return f"the arithmetic of {f.optimizer} exceeds the range of half precision: {_operands(f)}"
+
+
+@rule("divergence")
+def update_overflows(f: Finding) -> str | None:
+    if f.phase != "optimizer" or f.is_low_precision or not _overflows(f):
+        return None
+    return f"the update of {f.optimizer} exceeds the range of floats, gradients or learning rate are far too large: {_operands(f)}"
 
 
 @rule("optimizer_numerics")
@@ -116,7 +149,7 @@ def optimizer_numerics(f: Finding) -> str | None:
 def infeasible_target(f: Finding) -> str | None:
     if f.event is not None and "ctc_loss" in f.event.op:
         return "no alignment exists: some target is longer than its input allows, so its loss is infinite"
-    if f.reached_by_intent and not _passes_softmax(f):
+    if f.reached_by_intent and not _passes_softmax(f) and (_picks(f) or _is_lattice(f)):
         return f"{f.name} picks a position whose score is -inf: this target cannot be reached, so its loss is infinite"
     return None
 
@@ -129,6 +162,17 @@ def neg_inf_mask(f: Finding) -> str | None:
         return f"{f.name} got {f.facts.all_masked_rows} rows that hold nothing but -inf: every position is masked"
     if f.blame.conversion is not None and f.blame.conversion is f.blame.event:
         return f"an intended infinity meets {f.name}, where it is not neutral: {_operands(f)}"
+    return None
+
+
+@rule("neg_inf_mask")
+def lowest_number_as_mask(f: Finding) -> str | None:
+    if f.facts is None or f.event is None or f.event.op not in ("add", "add_", "sub", "baddbmm", "addmm"):
+        return None
+    for operand in f.facts.inputs:
+        dtype = getattr(torch, operand["dtype"])
+        if dtype.is_floating_point and operand.get("min", 0.0) <= 0.99 * torch.finfo(dtype).min:
+            return f"a mask of the lowest {operand['dtype']} overflows to -inf when something is added: {_operands(f)}"
     return None
 
 
@@ -251,7 +295,7 @@ def division_by_zero(f: Finding) -> str | None:
         return f"{f.name} of 0: {_operands(f)}"
     if op == "pow" and (base := f.facts.at_bad.get("self")) is not None and base.zeros and f.event.kind_out == INF:
         return f"a negative power of 0: {_operands(f)}"
-    if op in NORMS:
+    if op in NORMS and f.facts.kind_in_fp64 != FINITE:
         return f"{f.name} divides by a variance of 0: {_operands(f)}"
     return None
 
@@ -289,29 +333,45 @@ def _in_distribution(f: Finding) -> bool:
         return False
     place = user_place(f.event.frames)
     for frame in f.event.frames:
-        if "/torch/distributions/" in frame.code.co_filename:
+        if "/torch/distributions/" in frame.code.co_filename.replace("\\", "/"):
             return True
         if place is not None and frame.code.co_filename == place.file:
             return False
     return False
 
 
+def _overflows(f: Finding) -> bool:
+    return f.event is not None and f.event.kind_out == INF and f.facts is not None and f.facts.kind_in_fp64 == FINITE
+
+
 def _passes_softmax(f: Finding) -> bool:
     return any("softmax" in event.op for event in f.blame.path)
+
+
+def _picks(f: Finding) -> bool:
+    """Does the op take single positions out, as a target does?"""
+    picking = ("gather", "index", "take", "select", "nll_loss", "embedding")
+    return f.event is not None and f.event.op.lstrip("_").startswith(picking)
+
+
+def _is_lattice(f: Finding) -> bool:
+    """-inf as the start of a recursion (full, pad), not as a mask over scores."""
+    typed = {event.op.rstrip("_") for event in f.blame.path if event.literal}
+    return bool(typed & {"full", "new_full", "full_like", "constant_pad_nd"}) and not typed & {"masked_fill", "where"}
 
 
 def _denominator_zeros(f: Finding) -> int:
     """Zeros of the divisor where the result is bad, denormal ones included."""
     if f.facts is None or f.event is None:
         return 0
-    names = {"addcdiv": ("tensor2",)}.get(_op(f), ("other", "self") if _op(f) == "reciprocal" else ("other",))
+    names = {"addcdiv": ("tensor2",), "reciprocal": ("self",), "rsqrt": ("self",)}.get(_op(f), ("other",))
     if _op(f).startswith("_weight_norm"):
         return 1
     for name in names:
         if (at := f.facts.at_bad.get(name)) is not None and (at.zeros or at.smallest < TINY):
             return max(at.zeros, 1)
     other = f.facts.scalars.get("other")
-    return int(other == 0) if other is not None else 0
+    return int(abs(other) < TINY) if other is not None else 0
 
 
 def _operands(f: Finding) -> str:

@@ -14,6 +14,8 @@ from .schemas import schema_of
 from .values import FINITE, bad_positions, kind_of, numbers, statistics
 
 MAX_ROWS = 4096
+LARGEST_COPY = 200_000_000
+"""Operands with more values than this together are not repeated in double precision."""
 
 
 @dataclass
@@ -82,6 +84,21 @@ def examine(
     return facts
 
 
+def zero_where_bad(operands: Sequence[tuple[str, Tensor]], output: Tensor) -> frozenset[str]:
+    """The operands that are 0 wherever the output is bad."""
+    bad = bad_positions(output)
+    if bad is None:
+        return frozenset()
+    found = set()
+    for name, tensor in operands:
+        try:
+            if not bool(torch.broadcast_to(tensor, bad.shape)[bad].any()):
+                found.add(name)
+        except RuntimeError:  # of another shape, or sparse
+            continue
+    return frozenset(found)
+
+
 def _measure_at(bad: Tensor, operands: Mapping[str, Tensor], facts: Facts) -> None:
     facts.num_bad = int(bad.sum())
     if bad.dim():
@@ -112,6 +129,8 @@ def _repeat_in_fp64(
 ) -> None:
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return
+    if sum(tensor.numel() for tensor in operands.values()) > LARGEST_COPY:
+        return
     named = dict(zip(schema_of(func).arguments, args, strict=False))
     try:
         result = func(
@@ -139,7 +158,12 @@ def _doubled(value: Any) -> Any:
 
 
 def _look_at_special_ops(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Mapping[str, Tensor], output: Tensor, facts: Facts
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Mapping[str, Tensor],
+    output: Tensor,
+    facts: Facts,
 ) -> None:
     first = next(iter(operands.values()), None)
     if first is None:

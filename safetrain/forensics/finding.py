@@ -9,10 +9,14 @@ from torch import nn
 
 from ..incident import Origin
 from .facts import Facts
-from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, user_place
+from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary
-from .replay import Replayer, Trace
-from .tracer import Event, Region
+from .raised import complains_of_bad_values, is_numeric
+from .replay import Leaf, Replayer, Trace
+from .samples_of import has_arrays
+from .schemas import LITERALS
+from .storages import Region
+from .tracer import Event
 from .values import FINITE, LOW_PRECISION
 
 LOSS = "<loss>"
@@ -85,11 +89,7 @@ def locate(trace: Trace, replayer: Replayer) -> Finding | None:
     if trace.loss_kind and trace.loss_region is not None:
         blames, sink = provenance.origins(trace.loss_region, trace.loss_kind), "the loss"
     elif trace.bad_gradients:
-        blames = [
-            blame
-            for region, kind in trace.bad_gradients.values()
-            for blame in provenance.origins(region, kind)
-        ]
+        blames = [blame for region, kind in trace.bad_gradients.values() for blame in provenance.origins(region, kind)]
         sink = f"the gradient of {_listed(trace.bad_gradients)}"
     else:
         return None
@@ -113,12 +113,40 @@ def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
         finding = _finding(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
         if finding is not None:
             finding.owner = finding.owner or name
+            replayer.watched_buffers = {name}
         return finding
     return None
 
 
+def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
+    """For a step that raised. Because a value was already bad: where that began. Because of a value: where it was raised."""
+    error = trace.error
+    assert error is not None
+    provenance = Provenance(trace.tracer, trace.leaves)
+    if complains_of_bad_values(error):
+        for event in reversed(trace.tracer.events):
+            if event.kind_out and not event.uninitialised and not event.literal:
+                worst = max(event.writes, key=lambda access: access.kind)
+                blame = primary(provenance.origins(worst.region, worst.kind))
+                if blame is None or blame.intended:
+                    break
+                return _finding(trace, provenance, blame, type(error).__name__, replayer)
+    if not is_numeric(error):
+        return None
+    frames = stack_of(error.__traceback__)
+    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
+    finding.place = user_place(frames)
+    inner = innermost_module(frames, replayer.module_names)
+    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
+    finding.op = finding.name = trace.tracer.api.failed or type(error).__name__
+    return finding
+
+
 def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replayer) -> bool:
-    owner = replayer.model.get_submodule(buffer.rpartition(".")[0])
+    path = buffer.rpartition(".")[0]
+    if not path:
+        return False  # everything runs inside the root module; there, running values are metrics
+    owner = replayer.model.get_submodule(path)
     return any(
         event.index in behind_loss and any(frame.module is owner for frame in event.frames)
         for event in trace.tracer.events
@@ -135,6 +163,9 @@ def _finding(
     if blame.intended:
         _blame_use_of_intended(finding)
     elif blame.leaf is not None and not _is_leak(blame, crossing):
+        return _describe_leaf(finding, replayer)
+    elif blame.event is not None and blame.event.op in LITERALS and blame.event.literal and has_arrays(trace.batch):
+        blame.leaf = Leaf("batch", "a tensor made from the batch's arrays", is_mask=False)
         return _describe_leaf(finding, replayer)
     elif blame.leaf is not None:
         finding.event, finding.phase, finding.hidden = crossing, "backward", True
@@ -172,16 +203,22 @@ def _judge_hidden(finding: Finding, crossing: Event) -> None:
 
 def has_masked_zeros(finding: Finding, event: Event | None) -> bool:
     """Is the incoming gradient zero wherever this op's result is bad, because a mask upstream made it so?"""
-    if event is None or event.phase != "backward":
+    if event is None or event.phase != "backward" or event.node_number is None:
         return False
     # A derivative is several ops, and the first of them that goes bad need not be the one that reads the gradient.
     siblings = [other for other in finding.trace.tracer.events if other.node_number == event.node_number]
     return any(
-        at.zeros == at.count and finding.provenance.is_masked_upstream(sibling, argument)
+        finding.provenance.is_masked_upstream(sibling, argument)
         for sibling in (event, *siblings)
-        if sibling.facts is not None and sibling.phase == "backward"
-        for argument, at in sibling.facts.at_bad.items()
+        if sibling.phase == "backward"
+        for argument in _zero_arguments(sibling)
     )
+
+
+def _zero_arguments(event: Event) -> set[str]:
+    """The operands that are 0 wherever the result is bad."""
+    measured = event.facts.at_bad.items() if event.facts else ()
+    return {name for name, at in measured if at.zeros == at.count} | event.zero_where_bad
 
 
 def _is_leak(blame: Blame, crossing: Event | None) -> bool:
@@ -193,23 +230,11 @@ def _is_leak(blame: Blame, crossing: Event | None) -> bool:
 
 
 # Ops that carry an intended -inf along, or keep it among others where it means "impossible".
-_NEUTRAL = {"_log_softmax", "_softmax", "logsumexp", "logaddexp", "maximum", "minimum", "add", "add_", "sub", "mul"} | {
-    "masked_fill",
-    "masked_fill_",
-    "where",
-    "copy_",
-    "fill_",
-    "fill",
-    "_to_copy",
-    "clone",
-    "cat",
-    "stack",
-    "index_put",
-    "index_put_",
-    "slice_scatter",
-    "select_scatter",
-    "constant_pad_nd",
-}
+_NEUTRAL = {
+    "_log_softmax", "_softmax", "logsumexp", "logaddexp", "maximum", "minimum", "add", "add_", "sub", "mul",
+    "masked_fill", "masked_fill_", "where", "copy_", "fill", "fill_", "_to_copy", "clone", "cat", "stack",
+    "index_put", "index_put_", "slice_scatter", "select_scatter", "constant_pad_nd",
+}  # fmt: skip
 
 
 def _blame_use_of_intended(finding: Finding) -> None:
@@ -272,7 +297,7 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
         shown = user if user.phase == "forward" else finding.trace.tracer.forward_of(user)
         if shown is not None:
             finding.place = user_place(frames_to_show(shown))
-    if leaf.kind == "batch":
+    if leaf.kind == "batch" or (leaf.kind == "outside" and has_arrays(finding.trace.batch)):
         finding.phase, finding.module, finding.op = "data", DATA, "data"
         finding.name = "input" if _enters_model(finding.blame.path) else "target"
         return finding

@@ -7,13 +7,13 @@ from .finding import Finding
 
 # By the name of the op at that line.
 _SAFE = {
-    "log": "safe.log(x)", "log2": "safe.log(x)", "log10": "safe.log(x)", "log1p": "safe.log(x)", "xlogy": "safe.log(x)",
+    "log": "safe.log(x)", "log2": "safe.log(x)", "log10": "safe.log(x)", "log1p": "safe.log(1 + x)", "xlogy": "safe.log(y)",
     "div": "safe.div(x, y)", "reciprocal": "safe.div(1, x)", "sqrt": "safe.sqrt(x)", "rsqrt": "1 / safe.sqrt(x)",
     "pow": "safe.pow(x, p)", "exp": "safe.exp(x)", "exp2": "safe.exp(x)", "expm1": "safe.exp(x)",
-    "softmax": "safe.softmax(x, mask)", "log_softmax": "safe.log_softmax(x, mask)", "norm": "safe.norm(x)",
+    "softmax": "safe.softmax(x, mask=mask)", "log_softmax": "safe.log_softmax(x, mask=mask)", "norm": "safe.norm(x)",
     "binary_cross_entropy": "safe.bce(logits, y)", "mean": "safe.masked_mean(x, mask)", "nanmean": "safe.masked_mean(x, mask)",
     "std": "safe.std(x)", "var": "safe.std(x)", "acos": "safe.acos(x)", "asin": "safe.asin(x)", "atanh": "safe.atanh(x)",
-    "arccos": "safe.acos(x)", "arcsin": "safe.asin(x)", "arctanh": "safe.atanh(x)", "multi_head_attention_forward": "safe.softmax(x, mask)",
+    "arccos": "safe.acos(x)", "arcsin": "safe.asin(x)", "arctanh": "safe.atanh(x)", "multi_head_attention_forward": "safe.softmax(x, mask=mask)",
     "normalize": "safe.normalize(x)", "cosine_similarity": "safe.cosine_similarity(a, b)",
 }  # fmt: skip
 
@@ -47,5 +47,5 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     text = f"{advice}{where}"
     if uses_safe:
         text += f": use safetrain.{safe} there"
-    worked = [remedy for remedy in remedies if remedy.finite]
+    worked = sorted((r for r in remedies if r.finite), key=lambda remedy: remedy.name != "safe_op")
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,11 @@ from torch import nn
 
 from .torch_private import ENGINE_CALL, MODULE_CALL
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_PACKAGE = str(Path(__file__).parent.parent) + "/"
-_BUNDLED = _PACKAGE + "bundled/"
-_FUNCTION = _TORCH + "autograd/function.py"
-_CHECKPOINT = _TORCH + "utils/checkpoint.py"
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_BUNDLED = _PACKAGE + "bundled" + os.sep
+_FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 # Libraries whose lines say nothing about the model: they pass calls on, or run the loop.
 _PLUMBING = ("/contextlib.py", "/threading.py", "/functools.py", "/accelerate/", "/einops/", "/opt_einsum/", "/pytest/")
 
@@ -64,6 +65,7 @@ def is_user(code: CodeType) -> bool:
         return False
     if file.startswith(_PACKAGE) and not file.startswith(_BUNDLED):
         return False
+    file = file.replace(os.sep, "/")
     return not any(part in file for part in _PLUMBING)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,15 +18,14 @@ from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 from . import remedies as remedy_trials
 from . import samples as sample_search
 from .causes import judge
-from .finding import Finding, locate, locate_buffer
+from .finding import Finding, locate, locate_buffer, locate_error
 from .fixes import suggest
-from .frames import innermost_module, stack_of, user_place
 from .path import propagation
-from .provenance import Blame, Provenance
-from .raised import is_numeric
+from .raised import explain_error, is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
+from .substitutes import Patch
 from .torch_private import missing
 from .update import locate_in_update, survives_bad_gradients
 
@@ -48,6 +48,10 @@ class Diagnosis:
     replay: Replay = field(default_factory=Replay)
     error: Exception | None = None
     """What the step itself raised."""
+    patch: Patch | None = None
+    """The safe variant that kept the step finite: `with diagnosis.patch.active():` around a step puts it in."""
+    island: str | None = None
+    """The module that, kept in fp32, kept the step finite."""
     seconds: float = 0.0
 
     def fill(self, incident: Incident) -> None:
@@ -91,53 +95,90 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
     """Never raises: what fails inside becomes a diagnosis that says so."""
     started = time.perf_counter()
     try:
-        if absent := missing():
-            raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
         # What the step warns of, it has warned of when it ran for the first time.
-        with warnings.catch_warnings(), Replayer(step) as replayer:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            diagnosis = _diagnose(replayer, effort or Effort())
+            if absent := missing():
+                raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
+            diagnosis = _in_sandbox(step, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        explanation = f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
-        diagnosis = Diagnosis(signal="unknown", cause=Cause("unknown", explanation))
+        explanation = (
+            f"the investigation itself failed: {type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        )
+        diagnosis = Diagnosis(_stays_finite(step), "unknown", cause=Cause("unknown", explanation))
     diagnosis.seconds = time.perf_counter() - started
     return diagnosis
 
 
+def _stays_finite(step: Step) -> bool:
+    """All that can be said when tracing failed."""
+    try:
+        with Replayer(step) as replayer:
+            return replayer.plain().finite
+    except Exception:
+        return False
+
+
+def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
+    with Replayer(step) as replayer:
+        return _diagnose(replayer, effort)
+
+
 def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     trace = replayer.traced()
+    if trace.error is not None and replayer.plain().error is None:
+        raise RuntimeError(
+            f"the step raises only when traced: {type(trace.error).__name__}: {trace.error}"
+        ) from trace.error
     finding, signal = _find(replayer, trace)
     if finding is None and replayer.is_compiled and trace.error is None:
         return _compare_with_compiled(replayer, trace)
     if finding is None:
         healthy = trace.finite or signal == "handled"
-        return Diagnosis(healthy, micro_batch=trace.micro_batch, error=trace.error, replay=_replay_of(replayer, trace, None))
+        replay = _replay_of(replayer, trace, None)
+        diagnosis = Diagnosis(
+            healthy, "" if healthy else signal, None, trace.micro_batch, error=trace.error, replay=replay
+        )
+        if trace.error is not None:
+            diagnosis.cause = explain_error(trace.error)
+        return diagnosis
     diagnosis = Diagnosis(signal=signal, micro_batch=trace.micro_batch, error=trace.error)
     diagnosis.value = float(trace.loss) if signal == "loss" and trace.loss is not None else finding.sink
     if finding.is_low_precision or remedy_trials.uses_low_precision(replayer):
         finding.finite_in_fp32 = remedy_trials.in_fp32(replayer).finite
     diagnosis.origin = finding.origin()
     diagnosis.cause = judge(finding)
+    if len(replayer.step.window) > 1:
+        diagnosis.cause.explanation += f"; in micro-batch {trace.micro_batch} of {len(replayer.step.window)}"
     diagnosis.propagation = propagation(finding, replayer)
     again = replayer.plain()
     diagnosis.replay = _replay_of(replayer, trace, again)
     found = Samples([])
     if effort.samples and finding.phase not in ("params", "optimizer"):
-        found = sample_search.search(replayer, finding, effort.max_replays // 2)
+        found = _search_samples(replayer, finding, effort)
         diagnosis.samples = found.guilty
-        if found.guilty and found.note:
+        if found.note and (found.guilty or found.failed):
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
     if effort.remedies and not effort.is_known(diagnosis.origin):
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
         diagnosis.remedies = remedy_trials.try_all(trials)
+        diagnosis.patch, diagnosis.island = trials.patch, trials.island
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
     return diagnosis
 
 
+def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Samples:
+    """What is already known must not be lost when a batch is too unusual to be taken apart."""
+    try:
+        return sample_search.search(replayer, finding, effort.max_replays // 2)
+    except Exception as error:
+        return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
+
+
 def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
     if trace.error is not None:
-        return _find_error(replayer, trace), "exception"
+        return locate_error(trace, replayer), "exception"
     if trace.loss_kind:
         return locate(trace, replayer), "loss"
     if trace.bad_gradients:
@@ -150,41 +191,14 @@ def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
     return locate_in_update(replayer, trace), "update"
 
 
-def _find_error(replayer: Replayer, trace: Trace) -> Finding | None:
-    """Raised because a value was already bad: where that began. Raised because of a value itself: where it was raised."""
-    error = trace.error
-    assert error is not None
-    frames = stack_of(error.__traceback__)
-    provenance = Provenance(trace.tracer, trace.leaves)
-    bad = next((event for event in reversed(trace.tracer.events) if event.kind_out and not event.uninitialised), None)
-    if bad is not None and (bad.kind_out > 1 or not bad.literal) and ("nan" in str(error).lower() or "inf" in str(error).lower() or is_numeric(error)):
-        worst = max(bad.writes, key=lambda access: access.kind)
-        trace.loss_region, kind = worst.region, worst.kind
-        from .finding import _finding
-        from .provenance import primary
-
-        blame = primary(provenance.origins(worst.region, kind))
-        if blame is not None and not blame.intended:
-            return _finding(trace, provenance, blame, f"{type(error).__name__}", replayer)
-    if not is_numeric(error):
-        return None
-    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
-    finding.place = user_place(frames)
-    inner = innermost_module(frames, replayer.module_names)
-    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else ("<loss>", None)
-    finding.op = finding.name = trace.tracer.api.failed or "call"
-    return finding
-
-
 def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay:
-    import torch
-
     loss = trace.losses[0] if len(trace.losses) == 1 else torch.stack(trace.losses).mean() if trace.losses else None
     reproduced = is_same_loss(loss, replayer.step.loss)
     if again is None:
         return Replay(reproduced)
-    same = is_same_loss(again.loss, loss) if loss is not None else None
-    return Replay(reproduced if reproduced is not None else not again.finite, same)
+    same = is_same_loss(again.loss, loss)
+    # Without the original loss, what was found on one replay is reproduced if another gives the same.
+    return Replay(reproduced if replayer.step.loss is not None else same, same)
 
 
 def _compare_with_compiled(replayer: Replayer, trace: Trace) -> Diagnosis:

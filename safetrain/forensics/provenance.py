@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .replay import Leaf
-from .tracer import EVERYTHING, Event, Region, Tracer
+from .storages import EVERYTHING, Region
+from .tracer import Event, Tracer
 from .values import FINITE, INF, NAN
 
 
@@ -96,7 +97,7 @@ class Provenance:
     def _explain_inf(
         self, event: Event, link: _Link, todo: list[_Wanted], found: list[Blame], seen: set[tuple[int, int]]
     ) -> None:
-        typed = event.literal == INF and event.kind_out == INF
+        typed = event.literal == INF and event.kind_out == INF and (event.op in _FILLING or not event.reads)
         sources = _inputs(event, INF, link) or _inputs(event, NAN, link)
         if not sources:
             found.append(Blame(event, intended=typed, path=_path(link)))
@@ -112,7 +113,8 @@ class Provenance:
     def _leaf(self, wanted: _Wanted) -> Blame:
         leaf = self._leaves.get(wanted.region.storage)
         if leaf is None:
-            leaf = Leaf("outside", "a tensor made outside of the step", is_mask=False)
+            is_mask = self._tracer.strangers.get(wanted.region.storage, False)
+            leaf = Leaf("outside", "a tensor made outside of the step", is_mask)
         return Blame(None, leaf, intended=leaf.is_mask and wanted.kind == INF, path=_path(wanted.link))
 
     # ---- questions about finite values -----------------------------------------------------------------------------
@@ -128,11 +130,23 @@ class Provenance:
                 if writer is None or writer.phase != "backward" or writer.index in seen:
                     continue
                 seen.add(writer.index)
-                node = (writer.node or "").removeprefix("torch::autograd::")
-                if node.startswith(_MASKING_NODES) and writer.node_number != event.node_number:
+                if writer.node_number != event.node_number and self._introduces_zeros(writer):
                     return True
                 following += [(access.region, writer.index) for access in writer.reads]
             regions = following
+        return False
+
+    def _introduces_zeros(self, event: Event) -> bool:
+        node = (event.node or "").removeprefix("torch::autograd::")
+        if node.startswith(_MASKING_NODES):
+            return True
+        if not node.startswith("MulBackward"):
+            return False
+        # A product with a mask: the operand that is no gradient holds zeros.
+        for access in event.reads:
+            writer = self._tracer.writer(access.region, event.index, FINITE)
+            if access.name in event.masks and (writer is None or writer.phase == "forward"):
+                return True
         return False
 
     def feeds(self, sources: set[int], sink: Region) -> bool:
@@ -159,25 +173,17 @@ class Provenance:
 
 
 # Prefixes of autograd nodes whose backward sets parts of a gradient to zero.
-_MASKING_NODES = ("Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "Gather", "Select", "Slice", "Clamp") + (
-    "Threshold",
-    "Relu",
-    "Maximum",
-    "Minimum",
-    "MaxBackward",
-    "MinBackward",
-    "Amax",
-    "Amin",
-    "Topk",
-    "Sort",
-    "Mul",
-    "CopySlices",
-    "NllLoss",
-    "Triu",
-    "Tril",
-    "NanToNum",
-    "Nansum",
-)
+_MASKING_NODES = (
+    "Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "Gather", "Select", "Slice", "CopySlices",
+    "Clamp", "Threshold", "Relu", "Maximum", "Minimum", "MaxBackward", "MinBackward", "Amax", "Amin", "Topk",
+    "Sort", "NllLoss", "Triu", "Tril", "NanToNum", "Nansum",
+)  # fmt: skip
+# Ops that put a typed Inf somewhere.
+_FILLING = {
+    "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where",
+    "constant_pad_nd", "lift_fresh", "lift_fresh_copy", "index_fill", "index_fill_", "index_put", "index_put_",
+    "masked_scatter", "clamp", "clamp_min", "clamp_max", "nan_to_num",
+}  # fmt: skip
 
 
 def _inputs(event: Event, kind: int, link: _Link) -> list[_Wanted]:

@@ -31,3 +31,10 @@ def explain_error(error: BaseException) -> Cause:
 def is_numeric(error: BaseException) -> bool:
     """Was this raised because of the values, not because of a mistake in the program?"""
     return explain_error(error).label != "unknown"
+
+
+def complains_of_bad_values(error: BaseException) -> bool:
+    """Does it say that a value it was given is NaN, infinite or out of its domain?"""
+    if explain_error(error).label in ("invalid_domain", "degenerate_decomposition"):
+        return True
+    return re.search(r"\b(nan|inf|infs|nans|non-?finite|infinite)\b", str(error), re.IGNORECASE) is not None

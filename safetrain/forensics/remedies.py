@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..incident import Remedy
 from .casts import cast_floats, fp32_island, model_as
-from .finding import DATA, LOSS, Finding, locate
+from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
 from .schemas import tensors_in
-from .substitutes import SUBSTITUTES, SafeVariant
+from .substitutes import SUBSTITUTES, Patch, SafeVariant
 from .update import update_is_finite
 from .values import LOW_PRECISION, numbers
 
@@ -32,6 +32,10 @@ class Trials:
         self.samples = samples
         self._last = replayer.num_replays + max_replays
         self.tried: list[Remedy] = []
+        self.patch: Patch | None = None
+        """What was put in for the safe variant that worked."""
+        self.island: str | None = None
+        """The module that had to stay in fp32."""
 
     @property
     def models(self) -> list[nn.Module]:
@@ -127,10 +131,10 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
             remedy = Remedy("safe_op", finite, result.loss_value, detail)
         else:
             remedy = trials.replay("safe_op", detail, variant)
-        remedy.target = name if names else None
         if variant.num_hits:
             yield remedy
             if remedy.finite:
+                trials.patch = Patch(finding.place, frozenset(names) if names else None)
                 return
 
 
@@ -153,7 +157,9 @@ def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
     result = trials.replayer.plain()
     lr = float(optimizer.defaults.get("lr", 1e-3))
     finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "lr", lr)])
-    yield Remedy("learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with")
+    yield Remedy(
+        "learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with"
+    )
 
 
 def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:
@@ -169,9 +175,9 @@ def island(trials: Trials) -> Iterator[Remedy]:
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
-        remedy.target = path
         yield remedy
         if remedy.finite:
+            trials.island = path
             return
         path = path.rpartition(".")[0]
 
@@ -189,28 +195,31 @@ def smaller_loss_scale(trials: Trials) -> Iterator[Remedy]:
 
 def double_precision(trials: Trials) -> Iterator[Remedy]:
     window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
-    yield trials.replay("fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window)
+    yield trials.replay(
+        "fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window
+    )
 
 
 def zero_bad_values(trials: Trials) -> Iterator[Remedy]:
     """The last resort shows at least that the blamed op is the only thing wrong: its bad results are set to 0."""
-    if trials.has_success or trials.finding.event is None or trials.finding.phase == "optimizer":
+    if trials.has_success or trials.finding.phase == "optimizer":
         return
     interventions: dict[int, Any] = {}
     finding: Finding | None = trials.finding
     for _ in range(4):
-        if finding is None or finding.event is None or finding.event.number < 0:
+        event = None if finding is None else finding.event or next(iter(finding.blame.path[-1:]), None)
+        if event is None or event.number < 0:
             break
-        interventions[finding.event.number] = _zeroed
+        interventions[event.number] = _zeroed
         trace = trials.replayer.traced(interventions, trials.finding.trace.micro_batch)
         if trace.error is not None:
             break
-        if trace.finite:
+        if trace.finite and not trials.replayer.watched_buffers & trace.bad_buffers.keys():
             loss = float(trace.loss) if trace.loss is not None else None
             detail = f"with the non-finite results of {trials.finding.name} set to 0"
             yield Remedy("zero_bad_values", True, loss, detail)
             return
-        finding = locate(trace, trials.replayer)
+        finding = locate(trace, trials.replayer) or locate_buffer(trace, trials.replayer)
     yield Remedy("zero_bad_values", False, None, f"with the non-finite results of {trials.finding.name} set to 0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch import map_tensors
 from .sandbox import Sandbox
 from .step import Step
-from .tracer import Intervention, Region, Tracer
-from .values import FINITE, INF, kind_of, numbers, same_bits
+from .storages import Region
+from .tracer import Intervention, Tracer
+from .values import FINITE, INF, is_mask, kind_of, numbers, same_bits
 
 
 @dataclass
@@ -25,11 +27,15 @@ class Result:
     loss: Tensor | None = None
     """Mean over the window."""
     bad_gradients: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
+    """Of those that are watched."""
     error: Exception | None = None
 
     @property
     def finite(self) -> bool:
-        return self.error is None and self.loss is not None and not kind_of(self.loss) and not self.bad_gradients
+        if self.error is not None or self.loss is None or self.bad_gradients or self.bad_buffers:
+            return False
+        return kind_of(self.loss) == FINITE
 
     @property
     def loss_value(self) -> float | None:
@@ -41,7 +47,7 @@ class Leaf:
     """A tensor that was there before the step."""
 
     kind: str
-    """`parameter`, `buffer`, `batch`, or `outside`: held by the loss function."""
+    """`parameter`, `buffer`, `attribute` (a tensor that a module holds), `batch`, or `outside` of all these."""
     name: str
     is_mask: bool
     """Holds -inf on purpose."""
@@ -81,6 +87,8 @@ class Replayer:
         self.parameters = _named_parameters(self.model, step)
         self.module_names = {id(module): name for name, module in self.model.named_modules()}
         self.num_replays = 0
+        self.watched_buffers: set[str] = set()
+        """Buffers that must stay finite too; none until one was found to turn bad and to matter."""
 
     def __enter__(self) -> Replayer:
         step = self.step
@@ -124,6 +132,8 @@ class Replayer:
                         self._backward(loss, len(window), loss_scale)
                 result.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
                 result.bad_gradients = self.bad_gradients()
+                buffers = dict(self.model.named_buffers()) if self.watched_buffers else {}
+                result.bad_buffers = [name for name in self.watched_buffers if kind_of(buffers[name])]
             except Exception as error:
                 result.error = error
         return result
@@ -187,6 +197,10 @@ class Replayer:
             add("buffer", name, buffer)
         for name, tensor in named_fields(batch):
             add("batch", name, tensor)
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is Tensor:
+                    add("attribute", f"{path}.{name}" if path else name, value)
         for module in self.sandbox.loss_modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 add("outside", f"{type(module).__name__}.{name}", tensor)
@@ -222,7 +236,8 @@ def _run_traced(replayer: Replayer, trace: Trace, num_batches: int) -> None:
 
 
 def _watch_python_nodes(loss: Tensor, tracer: Tracer) -> None:
-    seen, todo = set(), [loss.grad_fn]
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -264,7 +279,10 @@ def _named_parameters(model: nn.Module, step: Step) -> dict[str, nn.Parameter]:
 
 def fresh(batch: Any) -> Any:
     """A copy that the step may change in place."""
-    return map_tensors(batch, _copied)
+    try:
+        return map_tensors(batch, _copied)
+    except TypeError:  # a container that cannot be rebuilt from its items
+        return copy.deepcopy(batch)
 
 
 def _copied(item: Any) -> Any:
@@ -293,13 +311,10 @@ def named_fields(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]
 
 
 def _is_mask(kind: str, tensor: Tensor) -> bool:
-    """-inf is the only bad value. In a batch, a mask has zeros beside it; a spectrogram with log(0) has other values."""
-    if kind_of(tensor) != INF:
-        return False
-    values = numbers(tensor)
-    if values is None or bool((values == torch.inf).any()):
-        return False
-    return kind == "buffer" or not bool(values[torch.isfinite(values)].any())
+    if kind != "buffer" or kind_of(tensor) != INF:
+        return is_mask(tensor)
+    values = numbers(tensor)  # a buffer may hold a mask and a position bias in one
+    return values is not None and not bool((values == torch.inf).any())
 
 
 def is_same_loss(loss: Tensor | None, original: Tensor | float | None) -> bool | None:

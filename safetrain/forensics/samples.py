@@ -6,15 +6,12 @@ Only samples without which the step is finite are reported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..batch import num_samples
 from .finding import Finding
 from .replay import Replayer, Result, named_fields
+from .samples_of import batch_size, select
 from .values import bad_positions
 
 
@@ -24,16 +21,17 @@ class Samples:
     note: str = ""
     without: Result | None = None
     """The step without them."""
+    failed: bool = False
 
 
 def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
     batch = replayer.step.window[finding.trace.micro_batch]
-    size = num_samples(batch)
+    size = batch_size(batch)
     if size < 2:
         return Samples([], "the batch holds one sample")
     trial = _Trial(replayer, batch, size, max_replays)
     for candidate in _read_off(finding, batch, size):
-        if 0 < len(candidate) <= size // 2 and trial.is_finite_without(frozenset(candidate)):
+        if 0 < len(candidate) < size and trial.is_finite_without(frozenset(candidate)):
             return _with_note(trial, candidate)
     guilty = trial.smallest_set()
     if not guilty:
@@ -43,9 +41,11 @@ def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
 
 def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
     without = trial.result_without(frozenset(guilty))
-    alone = trial.result_without(frozenset(range(trial.size)) - set(guilty))
-    interact = alone.finite
-    note = "they are bad only together with other samples of the batch" if interact else ""
+    others = [i for i in range(trial.size) if i not in guilty]
+    halves = others[: len(others) // 2], others[len(others) // 2 :]
+    # With one half of the others finite, with the other half not: then it takes one of those as well.
+    interact = any(trial.result_without(frozenset(half)).finite for half in halves if half)
+    note = "bad only together with other samples of the batch" if interact else ""
     return Samples(sorted(guilty), note, without)
 
 
@@ -116,27 +116,3 @@ def _read_off(finding: Finding, batch: Any, size: int) -> Iterator[list[int]]:
                 yield sorted({row // repeats for row in rows})
                 if repeats > 1:
                     yield sorted({row % size for row in rows})
-
-
-def select(batch: Any, keep: list[int], size: int) -> Any:
-    """The batch with only these samples: every tensor and list that has one entry per sample is cut down."""
-    if isinstance(batch, Tensor):
-        return batch[torch.tensor(keep, device=batch.device)] if batch.dim() and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        items = {key: select(value, keep, size) for key, value in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(select(value, keep, size) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == size and _is_per_sample(batch, size):
-            return type(batch)(batch[i] for i in keep)
-        return type(batch)(select(value, keep, size) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {f.name: select(getattr(batch, f.name), keep, size) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **changes)
-    return batch
-
-
-def _is_per_sample(items: Any, size: int) -> bool:
-    """One entry per sample, not one tensor per field that happens to be as many."""
-    return not any(isinstance(item, Tensor) and item.dim() and item.shape[0] == size for item in items)

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 
 from ..rng import RandomState
 
-_SIMPLE = (bool, int, float, str, type(None))
+_INTERNAL = set(vars(nn.Module())) - {"training"}
+_CONTAINERS = (list, dict, set, deque)
+MAX_ITEMS = 10_000
+"""Longer containers are data, not state."""
 
 
 class Sandbox:
@@ -75,10 +79,7 @@ class Sandbox:
         for parameter, value in self._overwritten.values():
             parameter.data.copy_(value)
         for module, attributes in self._attributes:
-            for name, (attribute, value) in attributes.items():
-                module.__dict__[name] = attribute
-                if isinstance(attribute, Tensor):
-                    attribute.data.copy_(value)
+            _put_back(module, attributes)
         for generator, state in self._generators:
             _set_generator_state(generator, state)
         random_state.restore()
@@ -100,6 +101,8 @@ def modules_behind(function: Any) -> Iterator[nn.Module]:
         yield from modules_behind(function.__func__)
     elif inspect.isfunction(function):
         yield from (value for value in _values_of(function) if isinstance(value, nn.Module))
+    elif callable(function):
+        yield from (value for value in getattr(function, "__dict__", {}).values() if isinstance(value, nn.Module))
 
 
 def _values_of(function: Any) -> Iterator[Any]:
@@ -116,20 +119,37 @@ def _values_of(function: Any) -> Iterator[Any]:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Plain attributes and tensors that are neither parameters nor buffers: counters, caches, the `training` flag."""
-    found = {}
-    for name, value in module.__dict__.items():
-        if type(value) in _SIMPLE:
-            found[name] = (value, value)
-        elif type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided:
-            found[name] = (value, value.detach().clone())
-    return found
+    """All that a module holds besides parameters, buffers and children (counters, caches, lists), with what is in it."""
+    return {name: (value, _content(value)) for name, value in module.__dict__.items() if name not in _INTERNAL}
+
+
+def _content(value: Any) -> Any:
+    if type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided:
+        return value.detach().clone()
+    return copy.copy(value) if type(value) in _CONTAINERS and len(value) < MAX_ITEMS else None
+
+
+def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
+    for name in [name for name in module.__dict__ if name not in _INTERNAL and name not in attributes]:
+        del module.__dict__[name]
+    for name, (value, content) in attributes.items():
+        module.__dict__[name] = value
+        if content is None:
+            continue
+        if isinstance(value, Tensor):
+            value.data.copy_(content)
+        elif isinstance(value, (list, deque)):
+            value.clear()
+            value.extend(content)
+        else:
+            value.clear()
+            value.update(content)
 
 
 def _generators(modules: list[nn.Module], loss_fn: Callable[..., Any]) -> list[Any]:

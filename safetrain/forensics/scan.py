@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,6 @@ from .replay import Replayer
 from .step import Effort, Step
 
 
-class BadBatch(NamedTuple):
-    index: int
-    """Position in the data, from 0."""
-    incident: Incident
-
-
 def find_bad_batches(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Any],
@@ -29,14 +23,14 @@ def find_bad_batches(
     precision: str = "fp32",
     limit: int | None = None,
     effort: Effort | None = None,
-) -> list[BadBatch]:
-    """Every batch whose loss or gradients are non-finite with the model as it is, explained; at most `limit` of them.
+) -> list[tuple[int, Incident]]:
+    """Position and incident of every batch whose loss or gradients are non-finite with the model as it is, at most `limit` of them.
 
     A map-style data set is gone through sample by sample. A healthy batch costs one plain step, and nothing is updated.
     """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=1)
-    found: list[BadBatch] = []
+    found: list[tuple[int, Incident]] = []
     with undisturbed_rng():
         for index, batch in enumerate(data):
             if _is_healthy(Step(model, loss_fn, [batch], precision=precision)):
@@ -45,7 +39,7 @@ def find_bad_batches(
             if incident is None:
                 continue  # it did not happen again
             incident.step = index
-            found.append(BadBatch(index, incident))
+            found.append((index, incident))
             if limit is not None and len(found) >= limit:
                 break
     return found

@@ -13,13 +13,14 @@ from torch import Tensor
 LITERALS = {"lift_fresh", "lift_fresh_copy", "lift"}
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
 # In-place ops that do not read what they overwrite.
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"} | {
-    "log_normal_",
-    "cauchy_",
-    "set_",
-}
+OVERWRITES = {
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_",
+    "log_normal_", "cauchy_", "set_",
+}  # fmt: skip
 # Writes that the schema does not declare: BatchNorm's running statistics.
-_HIDDEN_WRITES = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update"), (3, 4))
+_HIDDEN_WRITES = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update"), (3, 4)
+)
 SELECTING = {"where", "masked_fill", "masked_fill_"}
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .api_names import api_name
 from .frames import Place, is_user
-from .tracer import api_name
 
 Substitute = Callable[..., Any]
 SUBSTITUTES: dict[str, Substitute] = {}
@@ -60,7 +62,7 @@ def positive_second_argument(func: Any, x: Any, y: Any, *args: Any, **kwargs: An
 
 @substitute("div", "floor_divide", "fmod", "remainder")
 def nonzero_divisor(func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-    if func.__name__ == "__rtruediv__":  # called as (divisor, dividend)
+    if func.__name__ in ("__rtruediv__", "__rdiv__"):  # called as (divisor, dividend)
         return func(_away_from_zero(x), y, *args, **kwargs)
     if not isinstance(y, Tensor):
         return func(x, y if y else 1e-6, *args, **kwargs)
@@ -122,7 +124,7 @@ def mean_of_something(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.nan_to_num(func(torch.nan_to_num(x) if func.__name__ == "nanmean" else x, *args, **kwargs))
 
 
-@substitute("norm", "vector_norm", "cdist", "dist")
+@substitute("norm", "vector_norm", "cdist", "dist", "hypot", "normalize", "pairwise_distance", "cosine_similarity")
 def away_from_origin(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return func(x + _eps(x), *args, **kwargs)
 
@@ -144,12 +146,25 @@ def without_infinity(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @substitute("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
 def larger_eps(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args[:-1], max(args[-1], 1e-5)) if args and isinstance(args[-1], float) and not kwargs else func(
-        *args, **{**kwargs, "eps": 1e-5}
+    return (
+        func(*args[:-1], max(args[-1], 1e-5))
+        if args and isinstance(args[-1], float) and not kwargs
+        else func(*args, **{**kwargs, "eps": 1e-5})
     )
 
 
-@substitute("svd", "eigh", "linalg_svd", "linalg_eigh", "cholesky", "linalg_cholesky", "inv", "linalg_inv", "solve", "linalg_solve")
+@substitute(
+    "svd",
+    "eigh",
+    "linalg_svd",
+    "linalg_eigh",
+    "cholesky",
+    "linalg_cholesky",
+    "inv",
+    "linalg_inv",
+    "solve",
+    "linalg_solve",
+)
 def separated_spectrum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A graded ridge: small, and different on each entry of the diagonal, so that no two eigenvalues stay equal."""
     n = min(x.shape[-2:])
@@ -167,10 +182,22 @@ def finite_selection(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.where(torch.isfinite(result), result, torch.zeros_like(result))
 
 
+@dataclass(frozen=True)
+class Patch:
+    """Which calls to replace: those of one line, of the given functions or of all that have a safe variant."""
+
+    place: Place
+    names: frozenset[str] | None
+
+    def active(self) -> SafeVariant:
+        """A context manager that puts the safe variants in."""
+        return SafeVariant(self.place, self.names)
+
+
 class SafeVariant(TorchFunctionMode):
     """While active, calls of these names from this line use their safe variant. `num_hits` tells whether any did."""
 
-    def __init__(self, place: Place, names: set[str] | None = None) -> None:
+    def __init__(self, place: Place, names: Set[str] | None = None) -> None:
         super().__init__()
         self._place = place
         self._names = names
@@ -186,9 +213,9 @@ class SafeVariant(TorchFunctionMode):
         return safe(func, *args, **kwargs)
 
     def _is_here(self) -> bool:
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if is_user(frame.f_code):
                 return frame.f_code.co_filename == self._place.file and frame.f_lineno == self._place.line
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False

@@ -14,7 +14,7 @@ NO_NUMBER = 1 << 62
 
 _REQUIRED = {
     "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
-    "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
+    "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,  # type: ignore[attr-defined]
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward,
     "torch.utils._python_dispatch._disable_current_modes": lambda: _python_dispatch()._disable_current_modes,
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": lambda: (
@@ -32,7 +32,7 @@ def missing() -> list[str]:
     absent = []
     for name, get in _REQUIRED.items():
         try:
-            get()
+            get()  # type: ignore[no-untyped-call]
         except AttributeError:
             absent.append(name)
     return absent
@@ -91,7 +91,7 @@ def autocast_disabled() -> Iterator[None]:
 
     def enter_disabled(context: Any) -> Any:
         context._enabled = False
-        return enter(context)
+        return enter(context)  # type: ignore[no-untyped-call]
 
     kind.__enter__ = enter_disabled  # type: ignore[method-assign]
     try:

@@ -6,7 +6,6 @@ The tracer judges nothing. `provenance.py` walks its record backwards from a bad
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
@@ -14,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .facts import Facts, examine
+from .api_names import ApiNames
+from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
 from .schemas import (
     LITERALS,
@@ -31,26 +30,15 @@ from .schemas import (
     schema_of,
     tensors_in,
 )
-from .torch_private import PLAIN, current_node, modes_off, next_node_number, node_number, unwrapped
-from .values import FINITE, INF, kind_of, kind_of_number
+from .storages import EVERYTHING, Region, Storages
+from .torch_private import PLAIN, current_node, modes_off, next_node_number, node_number
+from .values import FINITE, INF, is_mask, kind_of, kind_of_number
 
-EVERYTHING = 1 << 60
 MAX_FACTS = 400
 """Steps full of intended infinities have many candidates; operand statistics are taken of this many."""
 LARGEST_COPY = 50_000_000
 
 Intervention = Callable[[Any], Any]
-
-
-class Region(NamedTuple):
-    """A part of a storage: which one, and from which element to which."""
-
-    storage: int
-    start: int
-    stop: int
-
-    def overlaps(self, other: Region) -> bool:
-        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
 
 
 class Access(NamedTuple):
@@ -79,6 +67,10 @@ class Event:
     literal: int = FINITE
     """Kind of the numbers typed as arguments: `masked_fill(mask, -inf)`, `x * nan`."""
     uninitialised: bool = False
+    masks: frozenset[str] = frozenset()
+    """For products in backward: the operands that hold zeros."""
+    zero_where_bad: frozenset[str] = frozenset()
+    """For products and quotients in backward: the operands that are 0 wherever the result is bad."""
     facts: Facts | None = None
 
     @property
@@ -96,86 +88,7 @@ class Event:
         return any(is_user(frame.code) for frame in inner) and not is_recomputation(inner)
 
 
-class Storages:
-    """Numbers for storages, unique over their lifetimes, that keep no memory alive.
-
-    Addresses are reused at once. The Python object of a storage lives as long as its memory, so its weak reference
-    dies exactly when the address may be reused.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
-        self._count = 0
-
-    def region(self, tensor: Tensor) -> Region:
-        tensor = unwrapped(tensor)
-        if tensor.layout is torch.sparse_coo:
-            return Region(self._number(tensor._values()), 0, EVERYTHING)
-        if tensor.layout is not torch.strided:
-            try:
-                return Region(self._number(tensor.values()), 0, EVERYTHING)
-            except RuntimeError:
-                return Region(-id(tensor), 0, EVERYTHING)
-        start = stop = tensor.storage_offset()
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if size == 0:
-                return Region(self._number(tensor), start, start)
-            stop += (size - 1) * abs(stride)
-        return Region(self._number(tensor), start, stop + 1)
-
-    def _number(self, tensor: Tensor) -> int:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return -id(tensor)
-        address = storage._cdata
-        number = self._numbers.get(address)
-        if number is None:
-            self._count += 1
-            number = self._numbers[address] = self._count
-            forget = self._numbers.pop
-            self._references[number] = weakref.ref(storage, lambda _, a=address: forget(a, None))
-        return number
-
-
-class ApiNames(TorchFunctionMode):
-    """Knows which torch function Python called, so that a composite op is named as it was typed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: str | None = None
-        self.failed: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outer, self.current = self.current, api_name(func)
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.failed = self.failed or self.current
-            raise
-        finally:
-            self.current = outer
-
-
-_OPERATORS = {"truediv": "div", "rtruediv": "div", "itruediv": "div", "rpow": "pow", "ipow": "pow", "rsub": "sub"} | {
-    "isub": "sub",
-    "radd": "add",
-    "iadd": "add",
-    "rmul": "mul",
-    "imul": "mul",
-    "rmatmul": "matmul",
-    "true_divide": "div",
-    "divide": "div",
-}
-
-
-def api_name(func: Any) -> str | None:
-    name = getattr(func, "__name__", "").strip("_")
-    return None if name in ("", "get", "set", "backward") else _OPERATORS.get(name, name)
-
-
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use it with `with tracer.recording():`. `until` is the function whose frames and outer ones are left out of stacks."""
 
     supports_higher_order_operators = True
@@ -186,7 +99,7 @@ class Tracer(TorchDispatchMode):
         interventions: Mapping[int, Intervention] | None = None,
         before_write: Callable[[Tensor], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.storages = Storages()
         self.api = ApiNames()
@@ -199,6 +112,8 @@ class Tracer(TorchDispatchMode):
         self._interventions = interventions or {}
         self._before_write = before_write
         self._num_events = self._num_stable = self._num_facts = 0
+        self.strangers: dict[int, bool] = {}
+        """Storages with bad values that no traced op wrote, and whether they look like a mask."""
 
     @contextlib.contextmanager
     def recording(self) -> Any:
@@ -256,6 +171,8 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = named_tensors(schema.arguments, args, kwargs)
         written = self._read(event, schema, operands, args, kwargs)
+        if node is not None and schema.name == "mul":
+            event.masks = frozenset(name for name, t in operands if t.layout is torch.strided and bool((t == 0).any()))
         before = self._copies(schema, operands)
         result = func(*args, **kwargs)
         if event.number in self._interventions:
@@ -265,7 +182,10 @@ class Tracer(TorchDispatchMode):
             self._wrote(event, tensor, written)
         if event.kind_out > FINITE and node is not None:
             event.frames = stack(self._until)
-        if event.kind_out > event.kind_in and not event.uninitialised and self._num_facts < MAX_FACTS:
+            if schema.name in ("mul", "div"):
+                event.zero_where_bad = zero_where_bad(operands, outputs[0])
+        typed = event.literal == INF and event.kind_in == FINITE
+        if event.kind_out > event.kind_in and not event.uninitialised and not typed and self._num_facts < MAX_FACTS:
             self._num_facts += 1
             values = {name: before.get(id(tensor), tensor) for name, tensor in operands}
             with contextlib.suppress(Exception):  # statistics are a help, never a reason to fail
@@ -306,6 +226,8 @@ class Tracer(TorchDispatchMode):
                 if schema.overwrites or name == "out":
                     continue
             kind = self._kind(tensor, region)
+            if kind and region.storage not in self._writers and region.storage not in self.strangers:
+                self.strangers[region.storage] = is_mask(tensor)
             if kind and schema.name in SELECTING:
                 kind = _kind_selected(schema.name, args, tensor, kind)
             event.reads.append(Access(name, region, kind))
@@ -341,7 +263,11 @@ class Tracer(TorchDispatchMode):
         if read and region.storage not in declared and not event.op.endswith("batch_norm"):
             return  # an alias that the schema does not declare
         self._generation[region.storage] = self._generation.get(region.storage, 0) + 1
-        access = Access("output", region, self._kind(tensor, region))
+        kind = self._kind(tensor, region)
+        if event.op == "nan_to_num" and event.kind_in == INF and kind == FINITE:
+            # Inf replaced by the largest float is as good as Inf: the next sum overflows.
+            kind = self._known_kinds[self._key(tensor, region)] = INF
+        access = Access("output", region, kind)
         event.writes.append(access)
         self._writers.setdefault(region.storage, []).append((event, access))
 
@@ -349,11 +275,14 @@ class Tracer(TorchDispatchMode):
         """Scans a tensor once for as long as nobody writes its storage."""
         if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return kind_of(tensor)
-        key = (region, self._generation.get(region.storage, 0), tensor.shape, tensor.stride())
+        key = self._key(tensor, region)
         kind = self._known_kinds.get(key)
         if kind is None:
             kind = self._known_kinds[key] = kind_of(tensor)
         return kind
+
+    def _key(self, tensor: Tensor, region: Region) -> tuple[Any, ...]:
+        return region, self._generation.get(region.storage, 0), tensor.shape, tensor.stride()
 
     def _opaque(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Higher-order ops (flex attention, cond): one event, whatever happens inside."""
@@ -398,12 +327,13 @@ def _leaves(value: Any) -> list[Tensor]:
 
 def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:
     """`where` and `masked_fill` let only a part of an operand through: the kind of that part."""
+    if len(args) < 2:
+        return kind
     if op == "where" and len(args) == 3:
         chosen = args[0] if tensor is args[1] else ~args[0] if tensor is args[2] else None
     else:
         chosen = ~args[1] if tensor is args[0] else None
     if chosen is None:
         return kind
-    values, chosen = torch.broadcast_tensors(tensor, chosen)
+    values, chosen = torch.broadcast_tensors(tensor, chosen)  # type: ignore[no-untyped-call]
     return kind_of(values[chosen])
-

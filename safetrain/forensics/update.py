@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ from .replay import Leaf, Replayer, Trace
 from .tracer import Tracer
 from .values import FINITE, kind_of
 
-_SIMPLE = (bool, int, float, str, type(None))
+_FIXED = {"defaults", "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 
 @contextmanager
@@ -30,9 +30,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
-    groups = [{key: _saved(value) for key, value in group.items()} for group in optimizer.param_groups]
-    states = {p: {key: _saved(value) for key, value in state.items()} for p, state in optimizer.state.items()}
-    attributes = {key: value for key, value in vars(optimizer).items() if type(value) in _SIMPLE}
+    saved = {name: _saved(value) for name, value in vars(optimizer).items() if name not in _FIXED}
     try:
         yield
     finally:
@@ -42,29 +40,39 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 parameter.grad = gradient
                 if gradient is not None:
                     gradient.copy_(gradient_value)
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                _put_back(group, saved)
-            for parameter in [p for p in optimizer.state if p not in states]:
-                del optimizer.state[parameter]
-            for parameter, saved in states.items():
-                _put_back(optimizer.state[parameter], saved)
-        vars(optimizer).update(attributes)
+            for name in [name for name in vars(optimizer) if name not in _FIXED and name not in saved]:
+                delattr(optimizer, name)
+            vars(optimizer).update({name: _restored(value) for name, value in saved.items()})
 
 
 def _saved(value: Any) -> tuple[Any, Any]:
-    """The object itself, and what was in it."""
+    """The object itself, and what is in it; lists and dicts all the way down."""
+    if isinstance(value, nn.Parameter):
+        return value, None
     if isinstance(value, Tensor):
         return value, value.detach().clone()
-    return value, copy.copy(value) if isinstance(value, (dict, set)) else value
+    if isinstance(value, (list, deque)):
+        return value, [_saved(item) for item in value]
+    if isinstance(value, dict):
+        return value, {key: _saved(item) for key, item in value.items()}
+    return value, None
 
 
-def _put_back(target: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    for key in [key for key in target if key not in saved]:
-        del target[key]
-    for key, (value, content) in saved.items():
-        target[key] = value
-        if isinstance(value, Tensor):
-            value.copy_(content)
+def _restored(saved: tuple[Any, Any]) -> Any:
+    value, content = saved
+    if content is None:
+        return value
+    if isinstance(value, Tensor):
+        value.copy_(content)
+    elif isinstance(value, dict):
+        entries = {key: _restored(item) for key, item in content.items()}
+        value.clear()
+        value.update(entries)
+    else:
+        items = [_restored(item) for item in content]
+        value.clear()
+        value.extend(items)
+    return value
 
 
 def survives_bad_gradients(replayer: Replayer) -> bool:
@@ -86,6 +94,7 @@ def update_is_finite(replayer: Replayer, changes: Sequence[AbstractContextManage
     optimizer = replayer.step.optimizer
     assert optimizer is not None
     with undone(optimizer), ExitStack() as stack:
+        _unscale(optimizer, replayer.step.loss_scale)
         before = _bad_tensors(replayer, optimizer)
         for change in changes:
             stack.enter_context(change)
@@ -98,16 +107,18 @@ def locate_in_update(replayer: Replayer, trace: Trace) -> Finding | None:
     optimizer = replayer.step.optimizer
     if optimizer is None:
         return None
+    try:
+        if update_is_finite(replayer):
+            return None
+    except Exception:  # LBFGS and others call a closure; what else an optimizer raises is not about its numbers
+        return None
     with undone(optimizer):
         _unscale(optimizer, replayer.step.loss_scale)
         tracer = Tracer(_run_update.__code__)
         leaves = _leaves(tracer, replayer, optimizer)
         before = _bad_tensors(replayer, optimizer)
-        try:
-            with tracer.recording():
-                _run_update(optimizer)
-        except TypeError:  # LBFGS and others call the closure themselves
-            return None
+        with tracer.recording():
+            _run_update(optimizer)
         turned = {name: t for name, t in _bad_tensors(replayer, optimizer).items() if name not in before}
         if not turned:
             return None

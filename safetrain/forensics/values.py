@@ -62,6 +62,14 @@ def kind_of(tensor: Tensor) -> int:
     return INF if math.isinf(low) or math.isinf(high) else FINITE
 
 
+def is_mask(tensor: Tensor) -> bool:
+    """-inf among zeros: an additive mask. A spectrogram with log(0) in it has other values too."""
+    values = numbers(tensor)
+    if kind_of(tensor) != INF or values is None or bool((values == math.inf).any()):
+        return False
+    return not bool(values[torch.isfinite(values)].any())
+
+
 def kind_of_number(value: float) -> int:
     return NAN if value != value else INF if math.isinf(value) else FINITE
 

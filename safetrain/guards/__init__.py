@@ -7,7 +7,7 @@ import pkgutil
 
 from .base import REGISTRY, Guard
 
-DEFAULT = ("finite", "clip", "backoff")
+DEFAULT = ("finite", "clip", "backoff", "spike", "rollback", "stall")
 """Guards that are on unless the config turns them off with `null`."""
 
 for _module in pkgutil.iter_modules(__path__):

@@ -57,7 +57,7 @@ class Anomaly(Guard):
     def judge(self, view: StepView) -> Verdict:
         if self._raised(view):
             evidence = {"signal": "backward", "value": str(view.error)}
-            return Verdict(Action.SKIP, reason=f"anomaly mode: {view.error}", evidence=evidence)
+            return Verdict(Action.SKIP, reason=str(view.error), evidence=evidence)
         if self.config.mode == "replay" and view.in_trouble:
             return Verdict(evidence={"detect_anomaly": True})
         return COMMIT

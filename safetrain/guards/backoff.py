@@ -21,7 +21,7 @@ class BackoffConfig:
     recovery_steps: int = option(100, ge=1)
     """Committed steps in which the scale returns from `floor` to 1, exponentially (sooner from a higher scale)."""
     merge_steps: int = option(10, ge=1)
-    """Refusals within this many steps of the first one are one incident."""
+    """Refusals within this many steps of the first one are one incident; a rollback is always one of its own."""
     restart_factor: float = option(0.1, gt=0.0, lt=1.0)
     """When training starts again from the beginning, the learning rate stays at this share of the schedule."""
 
@@ -70,9 +70,10 @@ class Backoff(Guard):
         level = self.level
         if level.last_step >= view.last_dynamics_step and level.num_restarts >= view.num_restarts:
             return level  # nearly every step ends here
+        rollbacks = set(view.rollback_steps)
         for step in view.dynamics_steps:
             if step > level.last_step:
-                level = self._lowered(level, step)
+                level = self._lowered(level, step, is_rollback=step in rollbacks)
         for _ in range(view.num_restarts - level.num_restarts):
             ceiling = max(level.ceiling * self.config.restart_factor, self.config.floor)
             level = replace(
@@ -80,8 +81,9 @@ class Backoff(Guard):
             )
         return level
 
-    def _lowered(self, level: Level, step: int) -> Level:
-        if level.num_incidents and step - level.first_step <= self.config.merge_steps:
+    def _lowered(self, level: Level, step: int, is_rollback: bool) -> Level:
+        # Trouble that comes back after a rollback is new trouble, however soon.
+        if not is_rollback and level.num_incidents and step - level.first_step <= self.config.merge_steps:
             return replace(level, last_step=step)
         scale = max(level.scale * self.config.factor, min(self.config.floor, level.scale))
         ceiling = level.ceiling

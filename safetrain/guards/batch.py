@@ -24,8 +24,7 @@ RAISED = (IndexError, ValueError, RuntimeError, ArithmeticError, AssertionError)
 @dataclass
 class BatchConfig:
     action: str = option("drop", choices=("drop", "skip", "warn"))
-    """What a bad batch leads to. `drop`: the step is refused, and recovery may try it again without the bad samples. `skip`:
-    it is refused. `warn`: it is only said."""
+    """`drop`: the step is refused, and may be tried again without the bad samples. `skip`: refused. `warn`: only said."""
     only_if_bad: bool = True
     """Act only when the step is in trouble anyway: it raised, or its loss or gradient is not finite. `false` also refuses
     bad data that the model would have coped with."""
@@ -71,8 +70,9 @@ class Batch(Guard):
         if not (bad or problems):  # it raised for another reason
             return COMMIT
         action = Action.COMMIT if self.config.action == "warn" else Action.SKIP
-        found = {**evidence(problems, window), "drop": self.config.action == "drop"}
-        return Verdict(action, reason=sentence(problems), evidence=found)
+        drop = self.config.action == "drop"
+        found, salvage = {**evidence(problems, window), "drop": drop}, drop and view.in_trouble and len(window) > 1
+        return Verdict(action, reason=sentence(problems), evidence=found, salvage=salvage)
 
     def explains(self, view: StepView) -> bool:
         refuses = self.config.action != "warn" and isinstance(view.error, RAISED)

@@ -46,7 +46,7 @@ class Spike(Guard):
         super().__init__(config, **options)
         self.losses = Recent(self.config.window)
         self.norms = Recent(self.config.window)
-        self.start = math.inf
+        self.start = 0.0
 
     def judge(self, view: StepView) -> Verdict:
         reason = self._loss_spike(view.loss)
@@ -59,7 +59,8 @@ class Spike(Guard):
             return Verdict(
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
-        evidence = {"signal": signal, "value": value, "usual": self.losses.center}
+        is_early = len(self.losses) < self.config.warmup_steps
+        evidence = {"signal": signal, "value": value, "usual": self.losses.center, "early": is_early}
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
             return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
@@ -94,16 +95,15 @@ class Spike(Guard):
         if view.consecutive_refusals >= self.config.accept_after:
             self.losses.values.clear()
             self.norms.values.clear()
-        if not self.losses and math.isinf(self.start):
+        if not self.losses and not self.start:
             self.start = abs(view.loss)
         self.losses.add(view.loss)
         self.norms.add(min(view.grad_norm, view.limits.norm))
 
     def state_dict(self) -> dict[str, Any]:
-        start = None if math.isinf(self.start) else self.start
-        return {"losses": list(self.losses.values), "norms": list(self.norms.values), "start": start}
+        return {"losses": list(self.losses.values), "norms": list(self.norms.values), "start": self.start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses = Recent(self.config.window, state["losses"])
         self.norms = Recent(self.config.window, state["norms"])
-        self.start = math.inf if state["start"] is None else state["start"]
+        self.start = state["start"]

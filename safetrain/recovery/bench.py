@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,20 +29,27 @@ class Workbench:
         """The first incident at each place in the source, by which remedies were tried."""
 
     def investigate(self, case: Case) -> None:
-        """Keep what a replay needs, and find out what went wrong in the step; the answers are put into its incident."""
-        trainer, incident = self._trainer, case.incident
-        options = trainer.config.forensics
-        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
-        if (directory := trainer.run.open_bundle(incident)) is not None:
-            state = trainer.model.state_dict()
-            write_replay(directory, case.window, case.random_state, state, facts, options.max_bundle_mb)
-        value = incident.trigger.value
-        if not isinstance(value, float) or math.isfinite(value):
+        """Find out what went wrong in the step; the answers are put into its incident."""
+        incident = case.incident
+        if not case.has_non_finite_number:
             incident.cause.explanation = "every number of the step is finite, so there is no first bad operation"
         elif case.is_late:
             incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"
-        elif options.enabled:
+        elif self._trainer.config.forensics.enabled:
             self._diagnose(case)
+
+    def keep_replay(self, case: Case) -> None:
+        """Write down what a replay needs, before anything moves."""
+        trainer = self._trainer
+        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
+        directory = trainer.run.open_bundle(case.incident)
+        if directory is None:
+            return
+        max_mb = trainer.config.forensics.max_bundle_mb
+        try:
+            write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
+        except OSError as error:  # a full disk must not end a run that survived worse
+            trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
         trainer, incident = self._trainer, case.incident
@@ -63,22 +69,42 @@ class Workbench:
         )
         diagnosis = diagnose(step, effort)
         diagnosis.fill(incident)
-        case.notes["micro_batch"] = diagnosis.micro_batch
+        case.diagnosis = diagnosis
         if diagnosis.origin.op is not None:
             first = self._known.setdefault(_place(diagnosis.origin), incident.id)
             if first != incident.id:
                 incident.cause.explanation += f" (the operation of incident {first} again)"
 
+    def absolve(self, case: Case) -> bool:
+        """Commit a step whose only blemish is a buffer that nothing depends on (a metric, say), and watch it no longer."""
+        trainer = self._trainer
+        is_healthy = case.diagnosis is not None and case.diagnosis.healthy
+        if not is_healthy or case.incident.trigger.signal != "buffers":
+            return False
+        trainer.transaction.rewind()
+        trainer._attempt(case.window)
+        names = trainer.transaction.exempt_bad_buffers()
+        trainer._undo(case.view)
+        if not names or not self.try_again(case, case.window):
+            return False
+        trainer.run.warn(
+            f"step {case.view.step}: {', '.join(names)} is not finite; nothing depends on it, so it is not watched"
+        )
+        return True
+
     def try_again(self, case: Case, window: Sequence[Any]) -> bool:
         """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
         trainer = self._trainer
         trainer.transaction.rewind()
-        measurement, limits = trainer._attempt(window)
+        try:
+            measurement, limits = trainer._attempt(window)
+        except Exception:  # what made the step raise the first time does so again: no help, and told already
+            trainer._undo(case.view)
+            return False
         view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
         decision = trainer._judge(view)
         if decision.action is Action.COMMIT and not view.scaler_overflow:
-            trainer._commit(measurement, view, decision, window)
-            return True
+            return trainer._commit(measurement, view, decision, window)
         trainer._undo(view)
         return False
 
@@ -98,17 +124,21 @@ class Workbench:
         shares = trainer.engine.share(torch.stack(finite).float()).tolist()
         return [index for index, share in enumerate(shares) if share < 1.0]
 
-    def state_is_sound(self) -> bool | None:
-        """Does the last good window still give about the loss it gave? None when there is none yet."""
+    def has_good_batch(self) -> bool:
+        return self._trainer.last_good is not None
+
+    def state_problem(self) -> str | None:
+        """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
         trainer = self._trainer
-        if trainer._last_good is None:
-            return None
-        window, before = trainer._last_good
+        if trainer.last_good is None:
+            return "no step was committed yet, so there is no good batch to tell bad data from a bad state"
         with torch.no_grad(), undisturbed_rng():
-            losses = [trainer._forward(copied(batch))[0] for batch in window]
+            losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
         trainer.transaction.restore()
-        now = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
-        return math.isfinite(now) and now <= before + 0.5 * abs(before) + 1e-6
+        loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
+        if trainer.last_good.is_as_good(loss):
+            return None
+        return f"the last good batch has become bad too (loss {loss:.4g}): the state is at fault, not the data"
 
     def roll_back(self, case: Case, to: str) -> str | None:
         """Go back, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
@@ -120,22 +150,20 @@ class Workbench:
             step = trainer.rollback(to)
         except CheckpointError:
             return None
+        if case.has_bad_state:
+            trainer.careful_steps = 20  # an update may have done it: see which
         lost = before - trainer.run.result.steps
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 
-    def grow_island(self, case: Case, module: str) -> None:
+    def grow_island(self, module: str) -> None:
         self._trainer.guard("islands").grow(self._trainer.model, module)
 
     def patch(self, case: Case) -> str | None:
-        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
-        if remedy is None or origin.file is None or origin.line is None:
-            return None
-        return self._trainer.patches.add(origin.file, origin.line, remedy.target)
+        return None if case.patch is None else self._trainer.patches.add(case.patch)
 
     def unpatch(self, case: Case) -> None:
-        origin, remedy = case.incident.origin, case.incident.verified("safe_op")
-        if remedy is not None and origin.file is not None and origin.line is not None:
-            self._trainer.patches.remove(origin.file, origin.line, remedy.target)
+        if case.patch is not None:
+            self._trainer.patches.remove(case.patch)
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..forensics import Diagnosis
+from ..forensics.substitutes import Patch
+from ..history import Recent
 from ..incident import Incident
 from ..rng import RandomState
 from ..verdict import Action, Decision
@@ -28,7 +31,7 @@ DATA_CAUSES = {
 """Causes that lie in a sample or a formula: a lower learning rate would not help."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """A refused step. The trainer has already put everything back to where it was before it."""
 
@@ -42,19 +45,51 @@ class Case:
     """The step lies some steps back (`loop.host_read_every`), so it cannot be tried again."""
     is_step: bool = True
     """False: the state was found to be wrong between two steps."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What the investigation found that rungs need and an incident does not tell."""
+    nothing_learned: bool = False
+    """No committed step had a lower loss than the first one."""
+    diagnosis: Diagnosis | None = None
+    """What the investigation found; None if there was none."""
+
+    @property
+    def guilty_micro_batch(self) -> int:
+        return 0 if self.diagnosis is None else self.diagnosis.micro_batch
+
+    @property
+    def island(self) -> str | None:
+        """The module that, kept in float32, was seen to keep the step finite."""
+        return None if self.diagnosis is None else self.diagnosis.island
+
+    @property
+    def patch(self) -> Patch | None:
+        """The safe variant that was seen to keep the step finite."""
+        return None if self.diagnosis is None else self.diagnosis.patch
 
     @property
     def is_non_finite(self) -> bool:
         """Some number of the step itself is NaN or Inf, while the state before it was fine."""
-        value = self.incident.trigger.value
-        bad = isinstance(value, float) and not math.isfinite(value)
-        return bad and not any("bad_state" in v.evidence for v in self.decision.verdicts.values())
+        return self.has_non_finite_number and not self.has_bad_state
+
+    @property
+    def has_non_finite_number(self) -> bool:
+        values = (self.view.loss, self.view.grad_norm, *self.view.signals.values(), self.incident.trigger.value)
+        return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+    @property
+    def has_bad_state(self) -> bool:
+        return any("bad_state" in v.evidence for v in self.decision.verdicts.values())
 
     @property
     def wants_restart(self) -> bool:
-        return any(v.evidence.get("restart") for v in self.decision.verdicts.values())
+        """Training has led nowhere yet, so there is nothing to go back to but the beginning."""
+        if any(v.evidence.get("restart") or v.evidence.get("early") for v in self.decision.verdicts.values()):
+            return True
+        return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data
+
+    @property
+    def num_restarts(self) -> int:
+        """How many times the learning rate is to be lowered by a restart: twice if the loss grew a millionfold."""
+        usual = [v.evidence["usual"] for v in self.decision.verdicts.values() if "usual" in v.evidence]
+        return 2 if any(self.view.loss > 1e6 * abs(level) for level in usual) else 1
 
     @property
     def needs_probe(self) -> bool:
@@ -64,11 +99,34 @@ class Case:
 
     @property
     def is_fault_of_data(self) -> bool:
-        """A sample or a formula is at fault, or chance; not the way training goes. Unknown causes are not."""
-        if self.decision.action is Action.SKIP and not self.is_non_finite:
-            return True  # a single finite outlier
+        """A sample or a formula is known to be at fault, or chance; not the way training goes."""
         transient = self.incident.replay.reproduced is False
         return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
+
+
+class LastGood:
+    """The window committed last, and the losses of the steps committed lately."""
+
+    def __init__(self, window: Sequence[Any], loss: float) -> None:
+        self.window = window
+        self.losses = Recent(20, [loss])
+        self.first = self.lowest = loss
+
+    def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
+        self.window = window
+        self.losses.add(loss)
+        self.lowest = min(self.lowest, loss)
+        return self
+
+    def is_as_good(self, loss: float) -> bool:
+        """Whether the window's loss now is within what was usual lately; never for NaN."""
+        usual = self.losses.largest
+        return loss <= usual + 0.5 * abs(usual) + 1e-6
+
+    @property
+    def nothing_learned(self) -> bool:
+        """No committed step had a lower loss than the first."""
+        return self.lowest >= self.first
 
 
 @dataclass(frozen=True)
@@ -92,14 +150,17 @@ class Bench(Protocol):
     def bad_micro_batches(self, case: Case) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""
 
-    def state_is_sound(self) -> bool | None:
-        """Does the last good batch still give about the loss it gave? None when there is none yet."""
+    def has_good_batch(self) -> bool:
+        """Was any step committed yet?"""
+
+    def state_problem(self) -> str | None:
+        """What shows that the state is at fault: the last good batch no longer gives a good loss. None when it does."""
 
     def roll_back(self, case: Case, to: str) -> str | None:
         """Go back to the newest `trusted` snapshot (an older one if that did not help), the newest checkpoint on `disk`, or the
         `first` snapshot, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
 
-    def grow_island(self, case: Case, module: str) -> None:
+    def grow_island(self, module: str) -> None:
         """Keep a module in float32 from now on."""
 
     def patch(self, case: Case) -> str | None:

@@ -35,11 +35,10 @@ class Ladder:
                 continue
             self.spent[rung.name] += 1
             outcome = rung.climb(case, bench)
-            if outcome is not None:
+            if isinstance(outcome, Settlement):
                 reasons = [*notes, *(f"{rung.name}: {reason}" for reason in outcome.reasons)]
                 return self._bounded(replace(outcome, reasons=reasons))
-            if rung.no_help:
-                notes.append(f"{rung.name}: {rung.no_help}")
+            notes.append(f"{rung.name}: {outcome}")
         return Settlement(Action.STOP, [*notes, "recovery: nothing is left to try"])
 
     def _bounded(self, outcome: Settlement) -> Settlement:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..batch import num_samples
 from ..config.schema import RecoveryConfig
-from ..forensics.samples import select
+from ..forensics.samples_of import select
 from ..verdict import Action
 from .case import Bench, Case, Settlement
 
@@ -25,9 +25,6 @@ class Rung:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         RUNGS[cls.name] = cls
 
-    no_help: ClassVar[str] = ""
-    """What to say when it was tried and did not help."""
-
     def budget(self, config: RecoveryConfig) -> int:
         """How often this rung may be climbed in a run."""
         return config.max_retries
@@ -36,24 +33,22 @@ class Rung:
         """Whether the evidence supports it."""
         raise NotImplementedError(f"{type(self).__name__} must define fits(case)")
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
-        """Try it; None when it did not help."""
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+        """Try it; a string says why it did not help."""
         raise NotImplementedError(f"{type(self).__name__} must define climb(case, bench)")
 
 
 class Retry(Rung):
     """A fault that does not reproduce: run the very same step once more."""
 
-    no_help = "the same step fails again"
-
     def fits(self, case: Case) -> bool:
         # Without a replay there is no knowing, and trying is how to find out.
         return case.is_non_finite and not case.is_late and case.incident.replay.reproduced is not True
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
         if bench.try_again(case, case.window):
             return Settlement(Action.COMMIT, ["the fault did not reproduce: the same step was run again and committed"])
-        return None
+        return "the same step fails again"
 
 
 class Samples(Rung):
@@ -65,15 +60,18 @@ class Samples(Rung):
         return config.max_healed
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and bool(case.incident.samples)
+        if not case.is_non_finite or case.is_late or not case.incident.samples:
+            return False
+        # Where most of a batch is guilty, it is the computation that is wrong, and little would be left to learn from.
+        return 2 * len(case.incident.samples) <= num_samples(case.window[case.notes.get("micro_batch", 0)])
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
         window = list(case.window)
-        guilty = case.notes.get("micro_batch", 0)
+        guilty = case.guilty_micro_batch
         size = num_samples(window[guilty])
         window[guilty] = select(window[guilty], [i for i in range(size) if i not in case.incident.samples], size)
         if not bench.try_again(case, window):
-            return None
+            return "the rest of the batch fails too"
         named = ", ".join(map(str, case.incident.samples[:8])) + (" …" if len(case.incident.samples) > 8 else "")
         return Settlement(Action.COMMIT, [f"sample {named} of the batch left out, the rest committed"])
 
@@ -87,11 +85,11 @@ class MicroBatch(Rung):
     def fits(self, case: Case) -> bool:
         return case.is_non_finite and not case.is_late and case.decision.salvage and len(case.window) > 1
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
         bad = bench.bad_micro_batches(case)
         kept = [batch for index, batch in enumerate(case.window) if index not in bad]
         if not bad or not kept or not bench.try_again(case, kept):
-            return None
+            return "no finite micro-batches are left"
         named = ", ".join(map(str, bad))
         return Settlement(Action.COMMIT, [f"micro-batch {named} of {len(case.window)} left out (counted from 0)"])
 
@@ -105,15 +103,14 @@ class Island(Rung):
         return config.max_islands
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and case.incident.verified("fp32_island") is not None
+        return case.is_non_finite and not case.is_late and case.island is not None
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
-        remedy = case.incident.verified("fp32_island")
-        assert remedy is not None
-        bench.grow_island(case, remedy.target or "")
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+        assert case.island is not None
+        bench.grow_island(case.island)
         if not bench.try_again(case, case.window):
-            return None
-        return Settlement(Action.COMMIT, [f"{remedy.target or 'the model'} is kept in float32 from now on"])
+            return "it did not keep the step finite"
+        return Settlement(Action.COMMIT, [f"{case.island or 'the model'} is kept in float32 from now on"])
 
 
 class Patch(Rung):
@@ -125,22 +122,20 @@ class Patch(Rung):
         return config.max_patches
 
     def fits(self, case: Case) -> bool:
-        return case.is_non_finite and not case.is_late and case.incident.verified("safe_op") is not None
+        return case.is_non_finite and not case.is_late and case.patch is not None
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
         patched = bench.patch(case)
         if patched is None:
-            return None
+            return "there is no safe variant to put at that line"
         if not bench.try_again(case, case.window):
             bench.unpatch(case)
-            return None
+            return "it did not keep the step finite"
         return Settlement(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
 
 
 class Skip(Rung):
-    """Leave the step out. After several in a row, only as long as the last good batch shows that the state is sound."""
-
-    no_help = "the last good batch has become bad too: the state is at fault, not the data"
+    """Leave the step out, as long as the last good batch shows that the state is sound."""
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_refusals + 1  # the bound on all refusals comes first, and says so
@@ -148,43 +143,46 @@ class Skip(Rung):
     def fits(self, case: Case) -> bool:
         return case.decision.action is Action.SKIP or case.needs_probe
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+        is_dynamics = case.is_non_finite and not case.is_fault_of_data
+        if case.decision.action is Action.SKIP and (case.is_fault_of_data or not bench.has_good_batch()):
+            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
+        if (problem := bench.state_problem()) is not None:
+            return problem
         if case.decision.action is Action.SKIP:
-            return Settlement(Action.SKIP, is_dynamics=not case.is_fault_of_data)
-        if bench.state_is_sound():
-            reason = "the last good batch is as good as it was: the data is at fault, not the state"
-            return Settlement(Action.SKIP, [reason])
-        return None
+            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
+        return Settlement(
+            Action.SKIP, ["the last good batch is as good as it was: the data is at fault, not the state"]
+        )
 
 
 class Rollback(Rung):
     """Go back to the newest trusted snapshot, or an older one when that did not help, past the data that led here."""
 
-    no_help = "there is no snapshot to go back to"
     to: ClassVar[str] = "trusted"
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_rollbacks
 
     def fits(self, case: Case) -> bool:
-        return case.decision.action is Action.ROLLBACK and not case.wants_restart
+        return not case.wants_restart
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | None:
+    def climb(self, case: Case, bench: Bench) -> Settlement | str:
         where = bench.roll_back(case, self.to)
-        return None if where is None else Settlement(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=True)
+        if where is None:
+            return "there is nothing to go back to"
+        return Settlement(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=True)
 
 
 class Disk(Rollback):
     """Go back to the newest checkpoint on disk that verifies."""
 
-    no_help = "there is no checkpoint to go back to"
     to = "disk"
 
 
 class Restart(Rollback):
     """Start again from the first snapshot at a lower learning rate, when nothing was learned yet."""
 
-    no_help = "the first snapshot is no longer there"
     to = "first"
 
     def budget(self, config: RecoveryConfig) -> int:

@@ -216,7 +216,7 @@ def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[st
     assert "finite" not in at("learn")
     assert "mode='norm' (default 'adaptive')" in text
     assert "max_norm" not in text
-    assert "guards that are off\n  backoff  turned off by override" in text
+    assert "guards that are off\n  backoff   turned off by override" in text
     assert "backoff" not in at("judge")
 
 

@@ -266,11 +266,8 @@ def test_escaped_interpolation_is_text_and_stays_text() -> None:
 
 def test_guards_are_typed_and_completed() -> None:
     config = load_config({"guards": {"clip": {"mode": "norm", "max_norm": 2}}})
-    assert config.guards == {
-        "finite": REGISTRY["finite"].Config(),
-        "clip": REGISTRY["clip"].Config(mode="norm", max_norm=2.0),
-        "backoff": REGISTRY["backoff"].Config(),
-    }
+    defaults = {name: REGISTRY[name].Config() for name in DEFAULT}
+    assert config.guards == {**defaults, "clip": REGISTRY["clip"].Config(mode="norm", max_norm=2.0)}
     assert isinstance(config.guards["clip"].max_norm, float)
 
 

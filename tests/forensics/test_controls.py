@@ -148,6 +148,52 @@ def metric_buffer_turns_infinite():
 
 
 @control
+def running_metric_of_the_root_module_turns_infinite():
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("perplexity", torch.ones(()))
+
+        def forward(self, x):
+            out = self.body(x)
+            with torch.no_grad():
+                self.perplexity.mul_(0.9).add_(torch.exp(1000 + out.sum()))
+            return out
+
+    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
+
+
+@control
+def gradient_of_a_parameter_that_nobody_optimizes():
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return self.body(x) + torch.sqrt(self.temperature)
+
+    model = Net()
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), torch.optim.SGD(model.body.parameters(), lr=0.1)
+
+
+@control
+def infinite_gradient_that_a_hook_clips():
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return self.body(x) + torch.sqrt(self.temperature)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1.0))
+    return model, lambda m, b: m(b).sum(), torch.randn(3, 4), optimizer
+
+
+@control
 def sentinel_that_is_overwritten():
     def loss_fn(model, batch):
         out = torch.full((3, 3), math.nan)

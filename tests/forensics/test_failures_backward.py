@@ -293,6 +293,123 @@ def missing_targets_summed_with_nansum():
     return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0.1, 0.2, math.nan, 0.3]))
 
 
+@cases.add("backward", "acos", "masked_branch_gradient", samples=[2])
+def where_hides_acos_beyond_one():
+    def loss_fn(model, batch):
+        x, cosine = batch
+        angle = torch.acos(0 * model(x)[:, 0] + cosine)  # here
+        return torch.where(cosine < 1, angle, torch.zeros_like(angle)).mean()
+
+    return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0.1, 0.2, 1.5, 0.3]))
+
+
+@cases.add("backward", "sqrt", "masked_branch_gradient", samples=[0])
+def nan_to_num_after_sqrt_of_negative():
+    def loss_fn(model, batch):
+        x, y = batch
+        root = torch.sqrt(0 * model(x)[:, 0] + y)  # here
+        return torch.nan_to_num(root).mean()
+
+    return Tiny(), loss_fn, (torch.randn(3, 4), torch.tensor([-1.0, 0.2, 0.3]))
+
+
+@cases.add("backward", "log", "masked_branch_gradient", samples=[1])
+def clamp_after_log():
+    def loss_fn(model, batch):
+        return -model(batch).pow(2).sum(1).log().clamp(min=-100).mean()  # here
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, loss_fn, x
+
+
+@cases.add("backward", "hypot", "singular_gradient", samples=[1])
+def hypotenuse_of_a_zero_vector():
+    def loss_fn(model, batch):
+        out = model(batch)
+        return torch.hypot(out[:, 0], out[:, 1]).mean()  # here
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, loss_fn, x
+
+
+@cases.add("backward", "sqrt", "singular_gradient", samples=[1])
+def magnitude_of_a_silent_spectrum():
+    def loss_fn(model, batch):
+        z = torch.fft.rfft(model(batch))
+        return torch.sqrt(z.real**2 + z.imag**2).mean()  # here
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, loss_fn, x
+
+
+@cases.add("backward", "sqrt", "singular_gradient", line=True)
+def sparse_embedding_gradients():
+    def loss_fn(model, batch):
+        return (0 * model(batch)).pow(2).sum(1).sqrt().mean()  # here
+
+    model = nn.Embedding(10, 4, sparse=True)
+    return model, loss_fn, torch.tensor([1, 2, 3]), torch.optim.SparseAdam(model.parameters())
+
+
+@cases.add("backward", "div", "custom_backward_bug", module="body")
+def hook_that_divides_by_zero():
+    def loss_fn(model, batch):
+        out = model(batch)
+        out.register_hook(lambda g: g / (g - g).sum())  # here
+        return out.mean()
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@cases.add("backward", "sqrt", "singular_gradient", module="block", samples=[0])
+def inside_reentrant_checkpointing():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3, bias=False)
+
+        def forward(self, x):
+            return self.lin(x).pow(2).sum(1).sqrt()  # here
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.block = nn.Linear(4, 4, bias=False), Block()
+
+        def forward(self, x):
+            return checkpoint(self.block, self.inp(x), use_reentrant=True)
+
+    x = torch.randn(3, 4)
+    x[0] = 0
+    return Net(), lambda m, b: m(b).mean(), x
+
+
+@cases.add("backward", "sqrt", "singular_gradient", samples=[1])
+def through_vmap_and_functional_call():
+    def loss_fn(model, batch):
+        weights = dict(model.named_parameters())
+
+        def one(x):
+            return torch.func.functional_call(model, weights, (x,)).pow(2).sum().sqrt()  # here
+
+        return torch.func.vmap(one)(batch).mean()
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, loss_fn, x
+
+
 @pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
 def test_backward(case: Case) -> None:
     check(case)

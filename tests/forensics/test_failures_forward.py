@@ -355,19 +355,21 @@ def target_class_is_masked():
     return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0, 2, 1, 0]))
 
 
-@cases.add("forward", "linear addmm", "divergence", module="body.2")
+@cases.add("forward", "linear addmm", "divergence", module="layers.1")
 def deep_net_with_huge_weights():
-    net = Tiny()
-    net.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    with torch.no_grad():
-        net.body[0].weight.fill_(1e20)
-        net.body[2].weight.fill_(1e20)
-    net.forward = lambda x: net.body(x)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)])
+            for layer in self.layers:
+                nn.init.constant_(layer.weight, 1e20)
 
-    return net, lambda m, b: F.mse_loss(m(b), torch.zeros(4, 3)), torch.rand(4, 4) + 1
+        def forward(self, x):
+            for layer in self.layers:
+                x = F.relu(layer(x))  # here
+            return x
 
-
-cases[-1].line = False
+    return Net(), lambda m, b: F.mse_loss(m(b), torch.zeros(len(b), 3)), torch.rand(4, 4) + 1
 
 
 @cases.add("forward", "mul", "divergence", module="cell")
@@ -453,6 +455,105 @@ def log_of_relu_output():
     x = torch.rand(3, 4) + 0.1
     x[1] = -1
     return Net(), lambda m, b: {"loss": m(b["x"])["rate"].mean(), "n": 3}, {"x": x, "ids": ["a", "b", "c"]}
+
+
+@cases.add("forward", "mean", "neg_inf_mask")
+def mean_over_masked_scores():
+    def loss_fn(model, batch):
+        scores = model(batch).masked_fill(torch.tensor([False, False, True]), -math.inf)
+        return scores.softmax(1)[:, 0].mean() + 0.1 * scores.mean()  # here
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@cases.add("forward", "sub", "neg_inf_mask")
+def divergence_between_masked_policies():
+    def loss_fn(model, batch):
+        mask = torch.tensor([False, False, True])
+        p = model(batch).masked_fill(mask, -math.inf).log_softmax(1)
+        q = model(2 * batch).masked_fill(mask, -math.inf).log_softmax(1)
+        return (p.exp() * (p - q)).sum(1).mean()  # here
+
+    return Tiny(), loss_fn, torch.randn(3, 4)
+
+
+@cases.add("forward", "getitem index", "infeasible_target")
+def forbidden_transition_in_a_label_sequence():
+    def loss_fn(model, batch):
+        x, tags = batch
+        allowed = torch.zeros(3, 3).masked_fill(torch.eye(3, dtype=torch.bool), -math.inf)
+        score = model(x).gather(1, tags[:, None]).sum() + allowed[tags[:-1], tags[1:]].sum()  # here
+        return torch.logsumexp(model(x), 1).sum() - score
+
+    return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0, 1, 1, 2]))
+
+
+@cases.add("forward", "multi_head_attention_forward softmax", "neg_inf_mask", module="attention")
+def additive_mask_with_a_dead_row():
+    mask = torch.zeros(5, 5)
+    mask[2] = -math.inf
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, attn_mask=mask)[0]  # here
+
+    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 5, 8)
+
+
+@cases.add("forward", "log", "log_of_nonpositive", samples=[1])
+def nan_to_num_makes_the_mean_overflow():
+    def loss_fn(model, batch):
+        return torch.log(model(batch).pow(2)).nan_to_num().mean()  # here
+
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, loss_fn, x
+
+
+@cases.add("forward", "exp", "exp_overflow")
+def sigmoid_written_by_hand():
+    def loss_fn(model, batch):
+        return (1 / (1 + torch.exp(-1e3 * model(batch)))).mean()  # here
+
+    return Tiny(), loss_fn, torch.randn(6, 4)
+
+
+@cases.add("forward", "linalg_inv inv", "degenerate_decomposition", line=True)
+def inverse_of_a_singular_matrix():
+    def loss_fn(model, batch):
+        out = model(batch)
+        return torch.linalg.inv(0 * out.T @ out).sum()  # here
+
+    return Tiny(), loss_fn, torch.randn(6, 4)
+
+
+@cases.add("forward", "rnn_relu addmm linear", "divergence", module="rnn")
+def relu_recurrence_with_a_gain_above_one():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.RNN(4, 8, nonlinearity="relu", batch_first=True), nn.Linear(8, 1)
+            nn.init.constant_(self.rnn.weight_hh_l0, 3.0)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])  # here
+
+    return Net(), lambda m, b: m(b).mean(), torch.rand(3, 120, 4)
+
+
+@cases.add("forward", "normalize div", "division_by_zero", samples=[1])
+def normalize_without_eps():
+    model = Tiny()
+    nn.init.zeros_(model.body.bias)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return model, lambda m, b: F.normalize(m(b), dim=1, eps=0.0).mean(), x  # here
 
 
 @pytest.mark.parametrize("case", cases, ids=lambda case: case.id)

@@ -150,27 +150,94 @@ def ema_codebook_with_a_dead_code():
     return Net(), loss_fn, torch.randn(3, 4)
 
 
-@cases.add("forward", "conv2d convolution linear addmm mul", "fp16_overflow", module="scale", precision="fp16")
-def overflow_that_only_batch_norm_statistics_keep():
-    class Scale(nn.Module):
-        def forward(self, x):
-            return x * torch.tensor(60000.0, dtype=torch.float16) * 4  # here
+@cases.add("data", "data input", "bad_input_data", module="<data>", samples=[2])
+def nan_in_a_numpy_batch():
+    x = torch.randn(4, 4).numpy()
+    x[2, 1] = math.nan
 
+    def loss_fn(model, batch):
+        return model(torch.from_numpy(batch["x"])).mean()  # here
+
+    return Tiny(), loss_fn, {"x": x}
+
+
+@cases.add("params", "attribute table", "corrupt_parameter", module="scale")
+def tensor_that_a_module_holds():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.tensor([1.0, math.nan, 1.0])
+
+        def forward(self, x):
+            return x * self.table  # here
+
+    class Net(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x):
+            return self.scale(self.body(x))
+
+    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+
+
+@cases.add("params", "tensor weight", "corrupt_parameter", line=False)
+def class_weights_of_a_criterion():
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, math.nan, 1.0]))
+    return Tiny(), lambda m, b: criterion(m(b), torch.tensor([0, 1, 2])), torch.randn(3, 4)
+
+
+@cases.add("forward", "batch_norm native_batch_norm", "divergence", module="norm")
+def batch_norm_statistics_overflow_beside_the_loss():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.lin, self.scale, self.bn = nn.Linear(4, 4), Scale(), nn.BatchNorm1d(4)
+            self.lin, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
 
         def forward(self, x):
             h = self.lin(x)
-            self.bn(self.scale(h))
-            return h
+            z = self.norm(h)  # here
+            return self.head(torch.where(z.isfinite(), z, torch.zeros_like(z)).detach() + h)
 
-    return Net(), lambda m, b: m(b).float().pow(2).mean(), torch.randn(6, 4)
+    return Net(), lambda m, b: m(b).mean(), 1e25 * torch.randn(6, 4)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in cases if c.id != "overflow_that_only_batch_norm_statistics_keep"], ids=lambda case: case.id
-)
+@cases.add("optimizer", "step sqrt sqrt_", "optimizer_numerics", module="body", line=False)
+def centred_rmsprop_with_negative_variance():
+    model = Tiny()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["grad_avg"].fill_(5.0)
+        state["square_avg"].fill_(1.0)
+    return model, lambda m, b: m(b).sum(), torch.randn(3, 4), optimizer
+
+
+@cases.add("optimizer", "step addcdiv addcdiv_ foreach_addcdiv", "optimizer_numerics", module="body", line=False)
+def adam_without_eps_and_a_zero_gradient():
+    model = Tiny()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.0, foreach=True)
+    return model, lambda m, b: 0 * m(b).sum(), torch.randn(3, 4), optimizer
+
+
+@cases.add("optimizer", "div", "optimizer_numerics", module="body")
+def trust_ratio_of_a_zero_update():
+    class Lars(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                trust = p.norm() / p.grad.norm()  # here
+                p.sub_(0.1 * trust * p.grad)
+
+    model = Tiny()
+    return model, lambda m, b: 0 * m(b).sum(), torch.randn(3, 4), Lars(model.parameters())
+
+
+@pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
 def test_state(case: Case) -> None:
     check(case)

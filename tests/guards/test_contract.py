@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from torch import nn
 
 from safetrain import Action, Guard, StepView, Verdict
 from safetrain.guards import DEFAULT, REGISTRY
@@ -67,3 +68,17 @@ def test_only_learning_changes_the_state_and_the_state_survives_json(guard):
 
 def test_a_healthy_step_is_let_pass(guard):
     assert guard.judge(StepView(step=0, loss=2.0, grad_norm=0.5)).action is Action.COMMIT
+
+
+def test_what_attach_returns_leaves_the_model_as_it_was(guard):
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    before = [{name: copy.copy(value) for name, value in vars(module).items()} for module in model.modules()]
+    remove = guard.attach(model)
+    guard.begin(0, 1)
+    if remove is not None:
+        remove()
+    assert [vars(module) for module in model.modules()] == before
+
+
+def test_no_exception_of_the_users_is_explained_away(guard):
+    assert not guard.explains(StepView(step=0, loss=math.nan, grad_norm=math.nan, error=RuntimeError("mine")))

@@ -127,6 +127,11 @@ def test_backoff_returns_exponentially_over_the_committed_steps_it_is_given():
     assert ratios == pytest.approx([100 ** (1 / 100)] * len(ratios))
 
 
+def test_backoff_lowers_for_every_rollback_however_soon():
+    lowered = view(dynamics_steps=(5, 7, 9), rollback_steps=(7, 9))
+    assert Backoff(factor=0.5).judge(lowered).lr_scale == pytest.approx(0.125)
+
+
 def test_backoff_is_not_lowered_by_faults_of_the_data():
     refused = view(consecutive_refusals=3, refused_steps=(197, 198, 199))
     assert Backoff().judge(refused).lr_scale == 1.0

@@ -186,6 +186,12 @@ def test_a_pickled_island_loads_as_a_model_that_works():
     loaded = torch.load(file, weights_only=False)
     x = torch.randn(2, 8)
     assert torch.equal(loaded(x), model(x))
+    assert islands_of(loaded) == []
+    assert under_bf16(loaded, x).dtype == BF16
+    remove = island(loaded.head)
+    assert under_bf16(loaded, x).dtype == torch.float32
+    remove()
+    assert under_bf16(loaded, x).dtype == BF16
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -364,6 +370,7 @@ def test_no_autocast_in_fp32():
         ("LayerNorm", ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm", "norm"]),
         ("Lin*", ["blocks.0.fc", "blocks.1.fc", "blocks.2.fc", "head"]),
         ("Net", [""]),
+        ("????", ["norm", "head"]),
     ],
 )
 def test_globs_match_names_and_types(glob, names):

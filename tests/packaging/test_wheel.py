@@ -68,12 +68,19 @@ def test_wheel_holds_types_recipes_and_configs(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     bundled = {
         f"safetrain/bundled/{path.relative_to(ROOT).as_posix()}"
-        for pattern in ("recipes/*.py", "configs/*.yaml")
+        for pattern in ("recipes/**/*.py", "recipes/**/*.npz", "configs/**/*.yaml")
         for path in ROOT.glob(pattern)
     }
     assert bundled
     assert bundled | {"safetrain/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("safetrain/bundled/tests")]
+
+
+def test_wheel_holds_the_templates_of_init(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("safetrain/scaffold/*.template")}
+    assert len(templates) == 4
+    assert templates <= names
 
 
 def test_sdist_holds_the_licence_and_the_tests(dist: Path):

@@ -6,9 +6,14 @@ import math
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from recipe_runs import load, run
 from torch import nn
+
+from safetrain import SafeTrainer
+from safetrain.cli.main import run as safetrain
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 32
@@ -138,3 +143,100 @@ def test_an_empty_document_ruins_the_gradient_of_its_batch():
     loss.backward()
     assert loss.isnan()
     assert all(p.grad.isnan().any() for p in model.parameters())
+
+
+# ---- padding in front ------------------------------------------------------------------------------------------------
+
+
+def test_left_padded_documents_hold_the_same_text():
+    plain, left = (
+        recipe.Documents("train", CONTEXT, 500),
+        recipe.Documents("train", CONTEXT, 500, left_padded=range(500)),
+    )
+    short = next(i for i in range(500) if len(plain.texts[i]) < CONTEXT)
+    length = len(plain.texts[short])
+    assert torch.equal(plain[short]["tokens"][:length], left[short]["tokens"][-length:])
+    assert (left[short]["tokens"][:-length] == recipe.PAD).all()
+
+
+def test_a_finite_padding_mask_hides_padding_in_front():
+    model = recipe.CharGPT(context=CONTEXT, padding_mask=-1e4).eval()
+    tokens = torch.randint(1, recipe.VOCAB_SIZE, (1, CONTEXT))
+    tokens[0, :5] = recipe.PAD
+    before = model(tokens)
+    with torch.no_grad():
+        model.token_embedding.weight[recipe.PAD] += 1
+    assert torch.equal(before[0, 5:], model(tokens)[0, 5:])
+    assert before.isfinite().all()
+
+
+def test_without_padding_the_mask_changes_nothing():
+    tokens = torch.randint(1, recipe.VOCAB_SIZE, (2, CONTEXT))
+    model = recipe.CharGPT(context=CONTEXT)
+    expected = model(tokens)
+    model.padding_mask = -torch.inf
+    torch.testing.assert_close(model(tokens), expected)
+
+
+def test_an_infinite_padding_mask_fails_on_padding_in_front_only():
+    model = recipe.CharGPT(context=CONTEXT, padding_mask=-torch.inf)
+    data = recipe.Documents("train", CONTEXT, 500, left_padded=range(500))
+    short = next(i for i in range(500) if len(data.texts[i]) < CONTEXT)
+    left = {"tokens": data[short]["tokens"][None]}
+    assert recipe.document_loss(model, left)["loss"].isnan()
+    assert recipe.document_loss(model, documents(short))["loss"].isfinite()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_is_split_into_documents(tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(f"paragraph number {i} says something" for i in range(20)), encoding="utf-8")
+    train = recipe.Documents("train", 64, None, path=str(path))
+    evaluation = recipe.Documents("eval", 64, None, path=str(path))
+    assert (len(train), len(evaluation)) == (16, 4)
+    assert evaluation.texts[0] == "paragraph number 4 says something"
+
+
+def test_a_token_file_is_cut_into_overlapping_pieces(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    train, evaluation = (recipe.TokenFile(str(path), split, context=16) for split in ("train", "eval"))
+    assert (len(train), len(evaluation)) == (899 // 16, 99 // 16)
+    assert train[0]["tokens"].tolist() == list(range(17))
+    assert train[1]["tokens"][0] == train[0]["tokens"][-1]
+    assert evaluation[0]["tokens"].tolist() == list(range(900, 917))
+    assert isinstance(train.tokens, np.memmap)
+
+
+def test_a_model_trains_on_a_token_file(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    (np.arange(4000) % 300).astype(np.uint16).tofile(path)
+    target = str(ROOT / "recipes" / "char_gpt.py")
+    data = {"_target_": f"{target}:TokenFile", "path": str(path), "context": 16}
+    config = {
+        "seed": 0,
+        "model": {"_target_": f"{target}:CharGPT", "context": 16, "width": 32, "vocab_size": 300},
+        "data": {"train": {**data, "split": "train"}, "eval": {**data, "split": "eval"}, "batch_size": 16},
+        "loss": {"_target_": f"{target}:next_token_loss"},
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2},
+        "loop": {"max_steps": 60},
+        "logging": {"console": "off", "tensorboard": False},
+    }
+    result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
+    assert result.healthy
+    assert result.evaluations[-1]["loss"] < 3 < math.log(300) - 2
+
+
+def test_the_config_for_token_files_in_the_documentation_trains(tmp_path: Path):
+    assert safetrain(["recipes", "cp", "char_gpt", str(tmp_path)]) == 0
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    shown = text.partition("```yaml\n")[2].partition("```")[0]
+    (np.arange(4000) % 300).astype(np.uint16).tofile(tmp_path / "corpus.bin")
+    (tmp_path / "my_corpus.yaml").write_text(
+        shown.replace("corpus.bin", str(tmp_path / "corpus.bin")), encoding="utf-8"
+    )
+    result = run(load(tmp_path / "my_corpus.yaml", "loop.max_steps=1", "data.batch_size=2"), tmp_path / "run")
+    assert result.healthy
+    assert "bits_per_token" in result.evaluations[-1]

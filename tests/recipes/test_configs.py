@@ -1,4 +1,4 @@
-"""Every config that ships must load, name only things that exist, and train."""
+"""Every config that ships must load, name only things that exist, say how to run it, and train."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from safetrain import SafeTrainer
+from safetrain.cli.recipes import all_recipes, read_recipe
 from safetrain.config import load_config
+from safetrain.config.sources import recipe_names
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -28,8 +29,10 @@ def path(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def test_there_are_configs():
-    assert {"char_gpt", "quickstart"} <= {path.stem for path in CONFIGS}
+def test_the_files_are_the_recipes():
+    found = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in CONFIGS]
+    assert sorted(found) == recipe_names() == [recipe.name for recipe in all_recipes()]
+    assert {"char_gpt", "quickstart"} <= set(found)
 
 
 def test_config_loads_and_is_named_like_its_file(path: Path):
@@ -44,21 +47,39 @@ def test_header_shows_how_to_run_it(path: Path):
         load_config(path, overrides)
 
 
-def test_config_trains(path: Path, tmp_path: Path):
-    config = load_config(path, ["loop.max_steps=2", "logging.console=false", "logging.tensorboard=false"])
-    result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
-    assert result.healthy
-    assert result.steps == 2
+def test_header_states_the_facts(path: Path):
+    recipe = read_recipe(path.stem)
+    assert recipe.what.endswith((".", "?"))
+    assert re.fullmatch(r"\d+ s", recipe.time)
+    if recipe.breaks:
+        assert recipe.breaks in recipe_names()
+        assert not recipe.reaches
+    else:
+        assert recipe.data
+        assert recipe.scales
+        metric, relation, _ = recipe.goal()
+        loop = load_config(path).loop
+        assert (metric, relation) == (loop.monitor, "<=" if loop.monitor_mode == "min" else ">=")
+
+
+def test_config_trains(path: Path, train):
+    result = train(path, "loop.max_steps=2")
+    if read_recipe(path.stem).breaks:  # some go bad at the first step
+        assert result.steps == 2 or result.incidents
+    else:
+        assert result.healthy
+        assert result.steps == 2
+        assert math.isfinite(result.final_loss)
+        assert load_config(path).loop.monitor in result.evaluations[-1]
 
 
 @pytest.mark.slow
-def test_quickstart_meets_its_fault_and_goes_on_learning(tmp_path: Path):
-    config = load_config(ROOT / "configs" / "quickstart.yaml", ["logging.console=false"])
-    result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
+def test_quickstart_meets_its_fault_and_goes_on_learning(train):
+    result = train("quickstart")
     bad = [attempt for attempt, loss in enumerate(result.losses) if not math.isfinite(loss)]
     assert bad == [46, 93, 136]
     assert [incident.step for incident in result.incidents] == bad
-    assert result.steps == config.loop.max_steps
+    assert result.steps == 180
     assert result.losses[0] > 4.5
     before, after = result.losses[35:45], result.losses[-10:]
     assert sum(after) / 10 < 2.5 < sum(before) / 10

@@ -8,7 +8,7 @@ from small import assert_same, deep_state, make_batches, make_model, mse
 
 from safetrain import SafeTrainer, TrainingStopped, UsageError
 
-ALWAYS = {"guards": {"anomaly": {"mode": "always"}}}
+ALWAYS = {"guards": {"anomaly": {"mode": "always"}}, "recovery": {"heal": []}}
 
 
 def where_trap(model, batch):
@@ -53,7 +53,9 @@ def test_what_anomaly_mode_raises_is_a_refused_step_with_its_text(make_trainer):
 def test_refusals_by_anomaly_mode_are_bounded_like_all_others(make_trainer):
     data = marked(8, range(8))
     with pytest.raises(TrainingStopped) as stopped:
-        make_trainer(loss_fn=where_trap, train_data=data, config={**ALWAYS, "recovery": {"max_refusals": 3}}).fit()
+        make_trainer(
+            loss_fn=where_trap, train_data=data, config={**ALWAYS, "recovery": {"max_refusals": 3, "heal": []}}
+        ).fit()
     assert stopped.value.result.skipped == 4
     assert not torch.is_anomaly_enabled()
 

@@ -31,6 +31,16 @@ def test_the_guilty_samples_are_in_the_verdict(make_trainer):
     assert result.incidents[0].trigger.guard == "batch"
 
 
+@pytest.mark.parametrize(("action", "steps"), [("drop", 3), ("skip", 2)])
+def test_dropping_goes_together_with_leaving_out_bad_micro_batches(make_trainer, action, steps):
+    guards = {"batch": {"action": action}, "finite": {"drop_micro_batch": True}}
+    config = {"loop": {"grad_accum": 2}, "guards": guards}
+    result = make_trainer(train_data=make_batches(6, bad=(3,)), config=config).fit()
+    assert result.steps == steps
+    (incident,) = result.incidents
+    assert "batch: field '0' holds 48 NaN in row 0, 1, 2, 3, 4, 5, 6, 7" in incident.decision.reasons
+
+
 def test_a_kept_view_keeps_no_batch(make_trainer):
     views = []
 

@@ -4,37 +4,10 @@ import math
 
 import pytest
 import torch
+from host_reads import HostReads, count_tolist
 from small import assert_same, make_batches, make_model, mse
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain import Action, Guard, SafeTrainer, TrainingStopped, UsageError, Verdict
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations by which a number gets from a tensor to Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count_tolist(monkeypatch):
-    """`Tensor.tolist` reads without being dispatched, so it is counted here."""
-    counter = {"count": 0}
-    plain = torch.Tensor.tolist
-
-    def counted(self):
-        counter["count"] += 1
-        return plain(self)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    return counter
-
 
 OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, fused=True),

@@ -155,13 +155,13 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("finite", "bad", "stops_at"),
+    ("finite", "bad"),
     [
-        ({"max_consecutive": 4}, range(10, 30), 13),
-        ({"max_consecutive": 50, "max_in_window": 5, "window": 20}, range(10, 40, 2), 18),
+        ({"max_consecutive": 4}, range(10, 30)),
+        ({"max_consecutive": 50, "max_in_window": 5, "window": 20}, range(10, 40, 2)),
     ],
 )
-def test_repeated_refusals_escalate(make_trainer, finite, bad, stops_at):
+def test_repeated_refusals_escalate(make_trainer, finite, bad):
     """To a look at the last good batch, which tells bad data from a bad state."""
     for state_is_bad in (False, True):
         model = make_model()
@@ -175,7 +175,7 @@ def test_repeated_refusals_escalate(make_trainer, finite, bad, stops_at):
         if state_is_bad:
             with pytest.raises(TrainingStopped, match="the state is at fault") as stopped:
                 trainer.fit()
-            assert stopped.value.incident.step == stops_at
+            assert stopped.value.incident.step == 10  # of unknown cause, so the first one is looked at
             assert stopped.value.incident.decision.action == "stop"
             assert stopped.value.result.status == "stopped"
         else:
@@ -206,7 +206,7 @@ def test_a_parameter_that_turns_bad_is_named_and_the_run_goes_back(make_trainer)
     assert "4.weight (1 NaN of 16 values)" in incident.decision.reasons[0]
     assert result.steps == 15  # 4 committed steps were undone, and the batch of the refused one was passed
     config = {"checkpoint": {"snapshot_every": None, "enabled": False}}
-    with pytest.raises(TrainingStopped, match="there is no snapshot"):
+    with pytest.raises(TrainingStopped, match="there is nothing to go back to"):
         make_trainer(None, Spoiling, train_data=make_batches(20), config=config).fit()
 
 

@@ -1,0 +1,65 @@
+"""Weights out of a run, for programs that know nothing of safetrain."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from ..errors import CheckpointError
+from ..files import replacing
+from ..rundir import CHECKPOINTS, existing_run_dir
+from .manifest import Damaged, checksum
+from .store import CheckpointStore, Loaded
+
+
+@dataclass(frozen=True)
+class Exported:
+    which: str
+    checkpoint: str
+    num_tensors: int
+    num_bytes: int
+
+
+def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> Exported:
+    """One safetensors file with all keys of the model's state_dict, out of a verified checkpoint.
+
+    `which`: "best", "last" or "ema" (of the newest); None is the best if the run was evaluated, else the last.
+    """
+    store = CheckpointStore(existing_run_dir(run_dir) / CHECKPOINTS)
+    if which is None:
+        which = "best" if os.path.lexists(store.directory / "best") else "last"
+    loaded = _best(store) if which == "best" else store.load_newest()
+    if loaded is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint.\nTo fix: train with checkpoint.enabled=true.")
+    weights = loaded.state.part("ema" if which == "ema" else "model")
+    if not weights:
+        raise CheckpointError(f"{run_dir} has no moving average.\nTo fix: train with loop.ema, or export best or last.")
+    transient = {name.partition("/")[2] for name in loaded.state.rest["buffers"]} & loaded.state.part(
+        "transient"
+    ).keys()
+    weights = {name: tensor for name, tensor in weights.items() if name not in transient}
+    for name, first in loaded.state.rest["tied"].items():
+        weights[name] = weights[first].clone()
+    with replacing(out) as path:
+        save_file(weights, path, metadata={"format": "pt", "checkpoint": loaded.path.name, "which": which})
+        before = checksum(path)
+    if checksum(out) != before or load_file(out).keys() != weights.keys():
+        raise CheckpointError(f"{out} is not what was written.\nTo fix: check the disk, and export again.")
+    return Exported(which, loaded.path.name, len(weights), out.stat().st_size)
+
+
+def _best(store: CheckpointStore) -> Loaded:
+    try:
+        return store.load(store.directory / os.readlink(store.directory / "best"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory.parent} has no best checkpoint: nothing was evaluated, or checkpoint.keep_best is 0.\n"
+            "To fix: export --which last."
+        ) from error
+    except Damaged as problem:
+        raise CheckpointError(
+            f"the best checkpoint of {store.directory.parent} cannot be used: {problem}.\nTo fix: export --which last."
+        ) from problem

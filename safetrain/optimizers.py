@@ -1,0 +1,57 @@
+"""Several optimizers as one, for models whose parts are trained against each other or with different methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import LBFGS, Optimizer
+
+from .errors import UsageError
+
+
+class OptimizerGroup(Optimizer):
+    """Optimizers of different parameters that step together, so that a step of the trainer commits for all or for none.
+
+        OptimizerGroup(generator=Adam(…), discriminator=SGD(…))
+
+    It owns their parameter groups (each has its optimizer's name under `optimizer`) and their state: learning-rate schedules,
+    backoff, checkpoints and audits act on all of them. A parameter without a gradient in a step is left alone, so a part
+    whose loss was left out of the step's loss does not move.
+    """
+
+    def __init__(self, **optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise UsageError("there is no optimizer in the group.\nTo fix: OptimizerGroup(name=optimizer, …).")
+        for name, optimizer in optimizers.items():
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+                raise UsageError(
+                    f"{name} is a {type(optimizer).__name__}, which cannot be part of a group.\n"
+                    "To fix: give first-order optimizers such as torch.optim.AdamW."
+                )
+            for group in optimizer.param_groups:
+                group["optimizer"] = name
+        self.optimizers = dict(optimizers)
+        self._sizes = {name: len(optimizer.param_groups) for name, optimizer in optimizers.items()}
+        groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+        super().__init__(groups, {})  # raises ValueError if two of them share a parameter
+        for optimizer in optimizers.values():
+            self.state.update(optimizer.state)
+        self._hand_out()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step each of them."""
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of one optimizer with all the parameter groups."""
+        super().load_state_dict(dict(state_dict))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Each optimizer works on its part of the groups, and all of them on one state: their parameters are different."""
+        groups = iter(self.param_groups)
+        for name, optimizer in self.optimizers.items():
+            optimizer.param_groups = [next(groups) for _ in range(self._sizes[name])]
+            optimizer.state = self.state

@@ -1,0 +1,208 @@
+"""Snapshots in memory, and rolling back to them."""
+
+import json
+import math
+
+import pytest
+import torch
+from small import assert_same, deep_state, make_batches, make_model, mse
+
+from safetrain import CheckpointError, SafeTrainer, UsageError
+from safetrain.rng import RandomState
+from safetrain.snapshots import SnapshotRing
+from safetrain.state import TrainState
+
+
+def state(value=1.0, moment=0.5, bias=0.0):
+    tensors = {
+        "model/w": torch.full((4,), value),
+        "model/b": torch.full((2,), bias),
+        "optimizer/0/exp_avg_sq": torch.full((4,), moment),
+    }
+    return TrainState(tensors, {"born_bad": [], "buffers": [], "num_committed": 0})
+
+
+def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
+    ring = SnapshotRing(size=2, trust_after=0)
+    live = state()
+    for step in range(6):
+        live.tensors["model/w"].fill_(step)
+        assert ring.take(step, live) == {}
+    assert (len(ring), ring.num_taken) == (2, 6)
+    assert ring.num_bytes == 3 * live.num_bytes
+    assert ring.first.state.tensors["model/w"].tolist() == [0.0] * 4
+    pointers = {s.state.tensors["model/w"].data_ptr() for s in ring._ring}
+    ring.take(6, live)
+    assert pointers == {s.state.tensors["model/w"].data_ptr() for s in ring._ring}
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (state(math.nan), "model/w"),
+        (state(math.inf), "model/w"),
+        (state(-1e30), "model/w"),
+        (state(1001.0), "model/w"),
+        (state(moment=-1e-9), "optimizer/0/exp_avg_sq"),
+        (state(moment=1e30), "optimizer/0/exp_avg_sq"),
+        (state(bias=11.0), "model/b"),
+    ],
+)
+def test_the_audit_refuses(bad, what):
+    ring = SnapshotRing(3, 0)
+    ring.take(0, state())
+    assert list(ring.take(1, bad)) == [what]
+    assert len(ring) == 0
+    assert ring.take(2, state(999.0, moment=400.0, bias=9.0)) == {}
+
+
+def test_trust_is_earned_by_healthy_steps_in_a_row():
+    ring = SnapshotRing(3, trust_after=3)
+    ring.take(0, state())
+    ring.committed(2)
+    ring.take(2, state())
+    ring.committed(1)
+    assert (ring.first.trusted, ring._ring[0].trusted) == (True, False)
+    ring.refused()
+    ring.committed(2)
+    assert not ring._ring[0].trusted
+    ring.committed(1)
+    assert ring._ring[0].trusted
+
+
+def test_the_only_trusted_snapshot_is_not_overwritten():
+    ring = SnapshotRing(2, trust_after=2)
+    ring.take(0, state())
+    ring.take(1, state())
+    ring.committed(2)
+    for step in (4, 5, 6):
+        ring.refused()
+        ring.take(step, state())
+    assert [(s.step, s.trusted) for s in ring._ring] == [(1, True), (6, False)]
+
+
+def test_repeated_rollbacks_go_further_back_and_restart_goes_to_the_first():
+    ring = SnapshotRing(3, trust_after=1)
+    for step in range(4):
+        ring.take(step, state())
+        ring.committed()
+    ring.take(4, state())  # not trusted yet
+    assert [ring.pick().step for _ in range(4)] == [3, 2, 0, 0]
+    ring.take(9, state())
+    ring.committed()
+    assert ring.pick(restart=True).step == 0
+    assert SnapshotRing(1, 0).pick() is None
+
+
+@pytest.fixture
+def train(tmp_path):
+    def make(cls, data, num=0, scheduler=True, **config):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        config = {"logging": {"console": "off", "tensorboard": False}, **config}
+        return cls(
+            model, loss_fn=mse, optimizer=optimizer, scheduler=schedule, train_data=data, config=config,
+            run_dir=tmp_path / f"run-{num}",
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(train, precision):
+    class Rolling(SafeTrainer):
+        def on_commit(self, view):
+            if self.run.result.steps == 10 and self.run.result.rollbacks == 0:
+                self.before = None
+            if self.run.result.steps == 14 and self.run.result.rollbacks == 0:
+                refusals, consumed = self.run.num_refusals, self.stream.num_consumed
+                step = self.rollback(skip_windows=2)
+                snapshot = next(s for s in self._keeper.snapshots._ring if s.step == step)
+                assert snapshot.trusted
+                assert self.run.result.steps == self.scheduler.last_epoch == 10
+                assert_same(deep_state(self), self.at_ten)
+                assert_same(
+                    TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"]
+                )
+                assert torch.equal(RandomState.capture().torch_cpu, snapshot.state.rest["random"]["torch_cpu"])
+                assert (self.run.num_refusals, self.stream.num_consumed) == (refusals, consumed + 2)
+                assert len(self.run.result.incidents) == 1
+
+    trainer = None
+
+    class Watching(Rolling):
+        def run_step(self, window):
+            super().run_step(window)
+            if self.run.result.steps == 10 and not hasattr(self, "at_ten"):
+                self.at_ten = deep_state(self)
+
+    config = {
+        "loop": {"precision": precision, "ema": 0.9, "max_steps": 20},
+        "checkpoint": {"snapshot_every": 5, "trust_after": 3},
+    }
+    trainer = train(Watching, make_batches(60, bad=(4,)), **config)
+    result = trainer.fit()
+    assert (result.rollbacks, result.steps) == (1, 20)
+    assert result.attempted == result.skipped + 24
+    lines = [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+    assert [line["committed"] for line in lines if line["event"] == "rollback"] == [10]
+
+
+@pytest.mark.parametrize(("to", "steps"), [("first", 0), ("disk", 8)])
+def test_other_places_to_go_back_to(train, to, steps):
+    class Rolling(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 10:
+                self.rollback(to)
+                assert self.run.result.steps == self.scheduler.last_epoch == steps
+
+    result = train(Rolling, make_batches(40), loop={"max_steps": 15}, checkpoint={"every_steps": 4}).fit()
+    assert (result.steps, result.attempted) == (15, 15 + 11 - steps)
+
+
+def test_there_may_be_nothing_to_go_back_to(train):
+    class Rolling(SafeTrainer):
+        def on_commit(self, view):
+            with pytest.raises(CheckpointError, match="no state to go back to"):
+                self.rollback()
+            with pytest.raises(UsageError, match="not to 'there'"):
+                self.rollback("there")
+
+    assert train(Rolling, make_batches(2), checkpoint={"snapshot_every": None}).fit().steps == 2
+
+
+def test_a_wrong_state_is_not_taken_and_said(train, caplog):
+    class Flipping(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 6:
+                with torch.no_grad():
+                    self.model[0].weight[0, 0] = 5e3
+            if view.step == 9:
+                assert list(self._keeper.rejected) == ["model/0.weight"]
+                self.rollback()
+                assert self.model[0].weight.abs().max() < 10
+
+    config = {"checkpoint": {"snapshot_every": 2, "trust_after": 1}, "guards": {"clip": None}}
+    result = train(Flipping, make_batches(16), **config).fit()
+    assert result.rollbacks == 1
+    assert "no snapshot was taken" in caplog.text
+
+
+def test_snapshots_change_no_number(train):
+    weights = []
+    for num, every in enumerate((None, 1, 7)):
+        torch.manual_seed(3)
+        trainer = train(SafeTrainer, make_batches_of_seed(), num, checkpoint={"snapshot_every": every, "every_steps": every})
+        trainer.fit()
+        weights.append(trainer.model.state_dict())
+    assert_same(weights[0], weights[1])
+    assert_same(weights[0], weights[2])
+
+
+def make_batches_of_seed():
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    batches = make_batches(20)
+    torch.set_rng_state(state)
+    return batches

@@ -1,0 +1,32 @@
+"""How the tests of recipes train: as `safetrain fit` does, without output."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from safetrain import FitResult, TrainingStopped
+from safetrain.cli.fit import Progress
+from safetrain.config import Config, load_config
+
+QUIET = ["logging.console=off", "logging.tensorboard=false"]
+
+
+def needs(name: str) -> None:
+    """Skip the test if the recipe uses a package that is not installed."""
+    if name.startswith("finetune_hf") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+
+
+def load(source: str | Path, *overrides: str) -> Config:
+    return load_config(source, [*QUIET, *overrides])
+
+
+def run(config: Config, run_dir: Path) -> FitResult:
+    """Train; a run that a guard stops gives its result, too."""
+    try:
+        return Progress().train(config, str(run_dir))
+    except TrainingStopped as stopped:
+        return stopped.result

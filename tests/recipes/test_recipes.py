@@ -1,0 +1,104 @@
+"""Every recipe that is not broken on purpose: it reaches what its header states, and the trainer adds nothing to its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import load, needs
+from small import assert_same
+
+from safetrain import SafeTrainer
+from safetrain.cli.recipes import all_recipes, read_recipe
+from safetrain.config import Config, import_target
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    steps: int = 30
+    """For the comparison with a plain loop; more than one epoch where epochs are short."""
+
+
+ROWS = [
+    Row("tabular", steps=60),
+    Row("tabular_classification", steps=60),
+    Row("image", steps=30),
+    Row("char_gpt", steps=4),
+    Row("vae", steps=50),
+    Row("lstm", steps=45),
+    Row("contrastive", steps=30),
+    Row("diffusion", steps=20),
+    Row("diffusion_images", steps=8),
+    Row("policy_gradient", steps=40),
+    Row("finetune_hf", steps=10),
+]
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    found: Row = request.param
+    needs(found.name)
+    return found
+
+
+def test_every_recipe_has_a_row():
+    assert sorted(row.name for row in ROWS) == sorted(recipe.name for recipe in all_recipes() if not recipe.breaks)
+
+
+@pytest.mark.slow
+def test_reaches_what_its_header_states(row: Row, train):
+    metric, relation, number = read_recipe(row.name).goal()
+    result = train(row.name)
+    assert result.healthy
+    assert result.best is not None
+    reached = result.best[metric]
+    assert reached >= number if relation == ">=" else reached <= number
+
+
+def test_weights_equal_those_of_a_plain_loop(row: Row, tmp_path: Path):
+    config = load(row.name, f"loop.max_steps={row.steps}", "loop.eval_every=7", "~guards.clip")
+    by_hand = build(config, tmp_path / "by_hand")
+    plain_loop(by_hand, row.steps, config.loop.grad_accum)
+    trainer = build(config, tmp_path / "trained")
+    assert trainer.fit().healthy
+    assert_same(by_hand.model.state_dict(), trainer.model.state_dict())
+    assert_same(by_hand.optimizer.state_dict(), trainer.optimizer.state_dict())
+
+
+def build(config: Config, run_dir: Path) -> SafeTrainer:
+    cls = SafeTrainer if config.trainer is None else import_target(config.trainer["_target_"])
+    assert issubclass(cls, SafeTrainer)
+    return cls(config=config, run_dir=run_dir)
+
+
+def plain_loop(parts: SafeTrainer, num_steps: int, accumulate: int) -> None:
+    """What one writes without safetrain, on the same model, data, loss, optimizer and schedule."""
+    model, optimizer, scheduler = parts.model, parts.optimizer, parts.scheduler
+    step = 0
+    while True:
+        while window := parts.stream.take(accumulate):
+            optimizer.zero_grad()
+            for batch in window:
+                output = parts.training_step(model, batch)
+                loss = output["loss"] if isinstance(output, dict) else output
+                (loss / len(window) if len(window) > 1 else loss).backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if step == num_steps:
+                return
+        parts.stream.next_epoch()
+
+
+def test_the_seed_decides_the_run(row: Row, tmp_path: Path):
+    weights = []
+    for index, seed in enumerate((3, 3, 4)):
+        torch.manual_seed(index)  # what was drawn before does not matter
+        trainer = build(load(row.name, f"seed={seed}", "loop.max_steps=2"), tmp_path / str(index))
+        trainer.fit()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])

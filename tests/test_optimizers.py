@@ -1,0 +1,133 @@
+"""Several optimizers as one: the same numbers as each by itself, and one transaction for all."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from small import assert_same, make_batches
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, AdamW
+
+from safetrain import SafeTrainer, UsageError
+from safetrain.optimizers import OptimizerGroup
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 1), nn.Linear(6, 1)
+
+
+def optimizers(model: Two) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "first": AdamW(model.first.parameters(), lr=1e-2),
+        "second": SGD(model.second.parameters(), lr=0.1, momentum=0.9),
+    }
+
+
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, targets = batch
+    return F.mse_loss(model.first(inputs), targets) + F.l1_loss(model.second(inputs), targets)
+
+
+@pytest.fixture
+def model() -> Two:
+    return Two()
+
+
+def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path, batches: list, **config) -> SafeTrainer:
+    config = {"logging": {"console": "off", "tensorboard": False}, "loop": {"max_epochs": 1}, **config}
+    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "train_data": batches}
+    return SafeTrainer(model, **parts, config=config, run_dir=run_dir)
+
+
+def test_numbers_are_those_of_each_by_itself(model: Two, tmp_path: Path):
+    twin, batches = copy.deepcopy(model), make_batches(20)
+    group = OptimizerGroup(**optimizers(model))
+    assert trainer(model, group, tmp_path, batches, guards=None).fit().healthy
+    by_hand = optimizers(twin)
+    for batch in batches:
+        loss_fn(twin, batch).backward()
+        for optimizer in by_hand.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model.state_dict(), twin.state_dict())
+    assert set(group.state) == set(model.parameters())
+
+
+def test_a_refused_step_moves_neither(model: Two, tmp_path: Path):
+    group = OptimizerGroup(**optimizers(model))
+    seen = []
+
+    class Watched(SafeTrainer):
+        def on_incident(self, incident):
+            seen.append(copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())))
+
+        def on_commit(self, view):
+            if view.step == 4:
+                seen.append(copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())))
+
+    config = {"logging": {"console": "off", "tensorboard": False}, "loop": {"max_epochs": 1}}
+    batches = make_batches(7, bad=[5])
+    result = Watched(
+        model, loss_fn=loss_fn, optimizer=group, train_data=batches, config=config, run_dir=tmp_path / "run"
+    ).fit()
+    assert result.skipped == 1
+    before, after = seen
+    assert_same(before, after)
+
+
+def test_a_part_without_a_gradient_does_not_move(model: Two):
+    group = OptimizerGroup(**optimizers(model))
+    before = copy.deepcopy(model.state_dict())
+    model.first(torch.randn(3, 6)).sum().backward()
+    group.step()
+    assert not torch.equal(model.first.weight, before["first.weight"])
+    assert torch.equal(model.second.weight, before["second.weight"])
+
+
+def test_a_schedule_and_a_scale_act_on_all(model: Two, tmp_path: Path):
+    group = OptimizerGroup(**optimizers(model))
+    schedule = torch.optim.lr_scheduler.LambdaLR(group, lambda step: 0.5**step)
+    runner = trainer(model, group, tmp_path, make_batches(2))
+    with runner.scaled_lr(0.1):
+        assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx(
+            [1e-3, 1e-2]
+        )
+    model.first(torch.randn(3, 6)).sum().backward()
+    group.step()
+    schedule.step()
+    assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx([5e-3, 5e-2])
+
+
+def test_a_saved_state_goes_on_where_it_was(model: Two):
+    batches = make_batches(10)
+
+    def steps(model: Two, group: OptimizerGroup, some: list) -> None:
+        for batch in some:
+            loss_fn(model, batch).backward()
+            group.step()
+            group.zero_grad()
+
+    group = OptimizerGroup(**optimizers(model))
+    steps(model, group, batches[:5])
+    twin = copy.deepcopy(model)
+    twin_group = OptimizerGroup(**optimizers(twin))
+    twin_group.load_state_dict(copy.deepcopy(group.state_dict()))
+    steps(model, group, batches[5:])
+    steps(twin, twin_group, batches[5:])
+    assert_same(model.state_dict(), twin.state_dict())
+    assert_same(group.state_dict(), twin_group.state_dict())
+
+
+def test_impossible_groups_are_refused(model: Two):
+    with pytest.raises(UsageError, match="no optimizer"):
+        OptimizerGroup()
+    with pytest.raises(UsageError, match="LBFGS"):
+        OptimizerGroup(only=LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        OptimizerGroup(one=SGD(model.parameters(), lr=0.1), other=SGD(model.first.parameters(), lr=0.1))
