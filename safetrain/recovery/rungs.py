@@ -63,7 +63,7 @@ class Samples(Rung):
         if not case.is_non_finite or case.is_late or not case.incident.samples:
             return False
         # Where most of a batch is guilty, it is the computation that is wrong, and little would be left to learn from.
-        return 2 * len(case.incident.samples) <= num_samples(case.window[case.notes.get("micro_batch", 0)])
+        return 2 * len(case.incident.samples) <= num_samples(case.window[case.guilty_micro_batch])
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
         window = list(case.window)
