@@ -305,7 +305,7 @@ class SafeTrainer(TrainerParts):
         incident = self.run.open_incident(view, decision)
         case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
         self.bench.investigate(case)
-        self.transaction.restore()
+        self.transaction.restore(replayed=True)
         if self.bench.absolve(case):
             return Action.COMMIT
         self.bench.keep_replay(case)
