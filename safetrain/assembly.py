@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .config.schema import Target
 from .config.targets import import_target, instantiate
@@ -37,9 +39,16 @@ def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> lis
             guard = REGISTRY[name](given)
         guard.name = name  # type: ignore[misc]  # its key: two of one class may be told apart
         guards[name] = guard
+    added: set[str] = set()
     for guard in extra:
         if not isinstance(guard, Guard):
             raise UsageError(f"guards must be Guard instances, got {guard!r}.\nTo fix: derive it from safetrain.Guard.")
+        if guard.name in added:
+            raise UsageError(
+                f"two guards of the name {guard.name!r} were passed.\n"
+                "To fix: give one of them another name (guard.name = 'other'), or leave it out."
+            )
+        added.add(guard.name)
         guards[guard.name] = guard
     return list(guards.values())
 
@@ -113,6 +122,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def check_scheduler(scheduler: Any, evaluates: bool) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and not evaluates:
+        raise UsageError(
+            "ReduceLROnPlateau follows loop.monitor of the evaluations, and there is no evaluation data: it would never be stepped.\n"
+            "To fix: pass eval_data (data.eval in a config), or use a schedule over steps."
+        )
+
+
 def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """The model's parameters in its own order, then those that only the optimizer has (of a loss with weights, say)."""
     unique = {id(p): p for p in model.parameters()}
@@ -130,6 +147,10 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
                 f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}."
             )
         metrics = {key: value for key, value in output.items() if key != "loss" and _is_scalar(value)}
+        if names := [key for key in metrics if not isinstance(key, str)]:
+            raise LossError(
+                f"{where} returned a metric under {names[0]!r}.\nTo fix: give metrics names that are strings."
+            )
         output = output["loss"]
     if not isinstance(output, Tensor):
         raise LossError(
@@ -177,4 +198,4 @@ def check_reached(optimizer: Optimizer) -> None:
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float))
+    return isinstance(value, Real)  # also NumPy's

@@ -21,8 +21,8 @@ class BatchStream:
     so only what was handed out counts.
     """
 
-    def __init__(self, source: Source, device: torch.device) -> None:
-        self._source, self._device = source, device
+    def __init__(self, source: Source, device: torch.device, what: str = "training data") -> None:
+        self._source, self._device, self._what = source, device, what
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.num_consumed = 0
@@ -76,19 +76,27 @@ class BatchStream:
     def _nothing_left(self) -> str:
         if self._source.one_shot and self.epoch > 0:
             return (
-                f"the training data is a one-shot iterator that ran out after {self.epoch} pass, and the run is not "
+                f"the {self._what} is a one-shot iterator that ran out after {self.epoch} pass, and the run is not "
                 f"finished.\n{RE_ITERABLE}"
             )
         return (
-            "the training data is empty: it gave no batch in epoch "
+            f"the {self._what} is empty: it gave no batch in epoch "
             f"{self.epoch}.\nTo fix: check the path and length of the data set; with drop_last=True the data must hold at "
             "least one full batch per process."
         )
 
 
 def open_stream(
-    data: Any, config: DataConfig, *, shuffle: bool, seed: int, device: torch.device, rank: int = 0, world_size: int = 1
+    data: Any,
+    config: DataConfig,
+    *,
+    shuffle: bool,
+    seed: int,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    what: str = "training data",
 ) -> BatchStream:
     """A stream over a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator."""
     source = open_source(data, config, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-    return BatchStream(source, device)
+    return BatchStream(source, device, what)

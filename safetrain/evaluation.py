@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from .assembly import split_loss
 from .batch import num_samples
 from .data import BatchStream
-from .errors import UsageError
+from .errors import DataError, LossError, UsageError
 from .rng import undisturbed_rng
+
+RESERVED = {"step", "event", "best", "time"}
+"""What the record of an evaluation holds beside its metrics."""
 
 
 @contextmanager
@@ -30,19 +33,27 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(model: nn.Module, step: Callable[[Any], Any], batches: BatchStream) -> dict[str, float]:
-    """Mean of each metric over the data, weighted by the number of samples. NaN in any batch makes the mean NaN."""
+    """Mean of each metric over the batches that gave it, weighted by their samples. NaN in any batch makes the mean NaN."""
     totals: dict[str, Tensor | float] = {}
-    weight = 0
+    weights: dict[str, int] = {}
     with undisturbed_rng(), eval_mode(model), torch.no_grad():
         while window := batches.take(1):
-            loss, metrics = split_loss(step(window[0]), "evaluation_step")
             count = num_samples(window[0])
-            weight += count
+            if count == 0:
+                continue
+            loss, metrics = split_loss(step(window[0]), "evaluation_step")
             for name, value in {"loss": loss, **metrics}.items():
                 value = value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
                 totals[name] = totals.get(name, 0.0) + value * count
+                weights[name] = weights.get(name, 0) + count
     batches.next_epoch()
-    return {name: float(total) / weight for name, total in totals.items()}
+    if not totals:
+        raise DataError("the evaluation data has no samples.\nTo fix: check its path and length, or leave it out.")
+    if taken := sorted(RESERVED & totals.keys()):
+        raise LossError(
+            f"evaluation_step returned a metric called {taken[0]!r}, which the record of a run uses itself.\nTo fix: rename it."
+        )
+    return {name: float(total) / weights[name] for name, total in totals.items()}
 
 
 def is_better(metrics: Mapping[str, float], best: Mapping[str, float] | None, monitor: str, mode: str) -> bool:

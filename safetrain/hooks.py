@@ -17,22 +17,43 @@ HOOKS = {
 }
 ELSEWHERE = {
     "validation_step": "evaluation_step",
+    "val_step": "evaluation_step",
+    "eval_step": "evaluation_step",
+    "train_step": "training_step",
     "test_step": "evaluation_step",
     "compute_loss": "training_step",
     "configure_optimizers": "build_optimizer",
     "train_dataloader": "build_data",
     "val_dataloader": "build_data",
+    "build_dataloader": "build_data",
+    "build_dataloaders": "build_data",
+    "build_dataset": "build_data",
+    "build_datasets": "build_data",
+    "build_loss": "training_step",
+    "build_loss_fn": "training_step",
+    "build_criterion": "training_step",
+    "build_lr_scheduler": "build_scheduler",
 }
 """What other trainers call the same thing."""
 
 
 def check_hooks(cls: type, base: type) -> None:
-    """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters."""
-    for name, value in vars(cls).items():
-        if name.startswith("_") or not inspect.isfunction(value):
+    """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters.
+
+    Methods of its mixins count as its own.
+    """
+    own = {
+        name: value
+        for part in reversed(cls.__mro__)
+        if not issubclass(base, part)
+        for name, value in vars(part).items()
+    }
+    for name, value in own.items():
+        function = getattr(value, "__func__", value)  # of a staticmethod or classmethod
+        if name.startswith("_") or not inspect.isfunction(function):
             continue
         if name in HOOKS:
-            _check_parameters(cls, name, value)
+            _check_parameters(cls, name, function, has_self=not isinstance(value, staticmethod))
         elif not hasattr(base, name) and (meant := _meant(name)):
             known = "\n  ".join(HOOKS.values())
             raise TypeError(
@@ -50,8 +71,8 @@ def _meant(name: str) -> str | None:
     return "none of the hooks" if name.startswith("on_") else None
 
 
-def _check_parameters(cls: type, name: str, function: object) -> None:
-    expected = HOOKS[name].split("(", 1)[1].split(")", 1)[0].split(", ")
+def _check_parameters(cls: type, name: str, function: object, has_self: bool) -> None:
+    expected = HOOKS[name].split("(", 1)[1].split(")", 1)[0].split(", ")[0 if has_self else 1 :]
     try:
         inspect.signature(function).bind(*expected)  # type: ignore[arg-type]
     except TypeError as error:

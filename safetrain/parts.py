@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,20 @@ class TrainerParts:
             eval_data = built_eval if eval_data is None else eval_data
         self.stream = self._open(train_data, self.engine.rank, self.engine.world_size, shuffle=self.config.data.shuffle)
         # Every rank evaluates all of the data, so all ranks get the same metrics.
-        self._eval_stream = None if eval_data is None else self._open(eval_data, 0, 1, shuffle=False)
+        self._eval_stream = None if eval_data is None else self._open_eval(eval_data)
+        assembly.check_scheduler(self.scheduler, self._eval_stream is not None)
         self.guards = assembly.build_guards(self.config.guards, guards or ())
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self._parameters = assembly.all_parameters(self.model, self.optimizer)
+        self._find_parameters()
         self.transaction = Transaction(self.model, self._parameters)
         self.ladder = Ladder(self.config.recovery)
         self.patches = Patches()
         self.last_good: LastGood | None = None
         self.audit = Audit(self.model, self.optimizer, self.transaction, self.ema)
+
+    def _find_parameters(self) -> None:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
+        self._parameters = assembly.all_parameters(self.model, self.optimizer)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0
@@ -98,6 +103,13 @@ class TrainerParts:
             device=self.engine.device,
             rank=rank,
             world_size=world_size,
+        )
+
+    def _open_eval(self, data: Any) -> BatchStream:
+        """All of it, in its order, on every rank."""
+        config = dataclasses.replace(self.config.data, drop_last=False)
+        return open_stream(
+            data, config, shuffle=False, seed=self.config.seed or 0, device=self.engine.device, what="evaluation data"
         )
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:

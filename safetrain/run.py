@@ -44,6 +44,7 @@ class Run:
         """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
         self.config, self.rank = config, rank
         self.dir: Path | None = None
+        self._named_dir: Path | None = None
         self.telemetry = Telemetry([])
         self.resumed: Loaded | None = None
         """The checkpoint that this run goes on from."""
@@ -54,7 +55,7 @@ class Run:
         self._notes: list[str] = []
         if rank == 0:
             self._open_dir(asked_dir, resume)
-        self.result = FitResult(run_dir=self.dir)
+        self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
         self.consecutive_refusals = 0
@@ -71,7 +72,8 @@ class Run:
             raise UsageError(f"resume must be False, True, 'auto' or 'force', not {resume!r}.")
         if resume == "auto":
             resume = asked is not None and bool(holds_run(asked))
-        self.dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
+        self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
+        self.dir = self._named_dir.absolute()  # user code may change the working directory
         self._lock = RunLock(self.dir)
         try:
             point = self._find_checkpoint(force=resume == "force") if resume else None

@@ -81,7 +81,7 @@ class MapData(Source):
             data,
             batch_size=config.batch_size,
             sampler=self._sampler,
-            drop_last=config.drop_last and shuffle,
+            drop_last=config.drop_last,
             num_workers=config.num_workers,
             generator=self._generator,
         )
@@ -269,7 +269,9 @@ def open_source(
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return MapData(data, config, shuffle, seed, rank, world_size)
     if isinstance(data, IterableDataset) and not _is_stateful(data):
-        data = DataLoader(data, batch_size=config.batch_size, num_workers=config.num_workers)
+        data = DataLoader(
+            data, batch_size=config.batch_size, drop_last=config.drop_last, num_workers=config.num_workers
+        )
     source: Source
     if _is_stateful(data) and hasattr(data, "__iter__"):
         source = Stateful(data)

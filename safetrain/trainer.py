@@ -116,6 +116,8 @@ class SafeTrainer(TrainerParts):
 
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
+        if len(self.optimizer.param_groups) != len(self._groups):  # a hook has given it more to train
+            self._find_parameters()
         self.transaction.begin(window)
         for guard in self.guards:
             guard.begin(self.step, self.run.consecutive_refusals)
@@ -303,7 +305,7 @@ class SafeTrainer(TrainerParts):
         incident = self.run.open_incident(view, decision)
         case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
         self.bench.investigate(case)
-        self.transaction.restore()
+        self.transaction.restore(replayed=True)
         if self.bench.absolve(case):
             return Action.COMMIT
         self.bench.keep_replay(case)
@@ -407,13 +409,20 @@ class SafeTrainer(TrainerParts):
         due = epoch_ended if every is None else done.steps // every > self._evaluated_at // every
         if not (due or run_ended) or done.steps == self._evaluated_at:
             return
-        self._evaluated_at = done.steps
-        with self.ema.swapped_in() if self.ema is not None else ExitStack():
-            self.transaction.begin()
-            metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)
-            self.transaction.restore()
         loop = self.config.loop
-        self.run.evaluated(metrics, is_better(metrics, done.best, loop.monitor, loop.monitor_mode))
+        try:
+            with self.ema.swapped_in() if self.ema is not None else ExitStack():
+                self.transaction.begin()
+                try:
+                    metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)
+                finally:
+                    self.transaction.restore()
+            is_best = is_better(metrics, done.best, loop.monitor, loop.monitor_mode)
+        except Exception:
+            self._keeper.save(required=True)  # what was learned is not lost with a mistake in the evaluation
+            raise
+        self._evaluated_at = done.steps
+        self.run.evaluated(metrics, is_best)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics[loop.monitor])
 

@@ -37,6 +37,8 @@ class Transaction:
         self._buffers = Copies()
         self._weights = Copies()
         """Of the parameters that forward was seen to write to."""
+        self._lost: list[str] = []
+        """Parameters that this step wrote to before anybody knew that it does."""
         self._batch: list[Tensor] = []
         self._batch_values: list[Tensor] | None = None
         self._writes_batch = False
@@ -80,6 +82,7 @@ class Transaction:
     def begin(self, window: Sequence[Any] = ()) -> None:
         """Remember all that a step on this window may change. One foreach copy into tensors that are kept."""
         self.random_state = RandomState.capture()
+        self._lost = []
         self._modes = [module.training for module in self._modules]
         self._contents = [dict(module._buffers) for module in self._modules]
         buffers = [buffer for held in self._contents for buffer in held.values() if buffer is not None]
@@ -110,6 +113,9 @@ class Transaction:
 
     def _remember(self, written: list[int]) -> None:
         weights = [self._unwritten[index] for index in written]
+        if self._first_weights is None:
+            names = {id(weight): name for name, weight in self._parameters.items()}
+            self._lost = [names[id(weight)] for weight in weights]
         values = [None if self._first_weights is None else self._first_weights[index] for index in written]
         self._weights.add(weights, values)
         self._unwritten = [w for index, w in enumerate(self._unwritten) if index not in set(written)]
@@ -125,8 +131,11 @@ class Transaction:
         return [i for i, (now, then) in pairs if i in changed or not _same_values(now.detach(), then)]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """All as it was at `begin`, but for the random stream: that goes on, so no dropout mask is drawn twice."""
+    def restore(self, replayed: bool = False) -> None:
+        """All as it was at `begin`, but for the random stream: that goes on, so no dropout mask is drawn twice.
+
+        `replayed`: the step was restored before, and then replayed by someone who puts weights back.
+        """
         for module, held in zip(self._modules, self._contents, strict=True):
             module._buffers.clear()  # new ones go, and a forward may have put other tensors in their places
             module._buffers.update(held)
@@ -136,16 +145,20 @@ class Transaction:
                 module._buffers[name] = replaced.get(id(buffer), buffer)
         for module, training in zip(self._modules, self._modes, strict=True):
             module.training = training
-        self._restore_weights()
+        self._restore_weights(replayed)
         for index in self._written_batch():
             if self._batch_values is not None:
                 self._batch[index].copy_(self._batch_values[index])
             else:
                 self._writes_batch = True
                 _warn("the step wrote to its batch for the first time, so a replay sees the batch as the step left it")
+        self._versions = [_version(weight) for weight in self._unwritten]
+        self._batch_versions = [_version(tensor) for tensor in self._batch]
 
-    def _restore_weights(self) -> None:
+    def _restore_weights(self, replayed: bool) -> None:
         self._weights.put_back()
+        if replayed:
+            return
         if self._first_weights is not None:
             for weight, value in zip(self._unwritten, self._first_weights, strict=True):
                 if not _same_values(weight.detach().cpu(), value):
@@ -153,12 +166,13 @@ class Transaction:
             return
         written = [index for index, weight in enumerate(self._unwritten) if _version(weight) != self._versions[index]]
         if written:
-            names = {id(weight): name for name, weight in self._parameters.items()}
-            _warn(
-                f"forward wrote to {', '.join(names[id(self._unwritten[i])] for i in written)} for the first time, in a step that "
-                "was then refused: this write could not be undone, later ones will be"
-            )
             self._remember(written)
+        if self._lost:
+            _warn(
+                f"forward wrote to {', '.join(self._lost)} for the first time, in a pass that is undone: this write could not be "
+                "undone, later ones will be"
+            )
+            self._lost = []
 
     def rewind(self) -> None:
         """As `restore`, and the random state too: what follows sees exactly what the step saw."""

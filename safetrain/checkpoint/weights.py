@@ -19,13 +19,17 @@ def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
     """
     try:
         with replacing(directory / "final.safetensors") as path:
-            state = model.state_dict()
-            if all(isinstance(value, Tensor) for value in state.values()):
-                save_model(model, str(path))
-            else:  # modules with a state of another kind, which safetensors has no place for
-                save_file({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, path)
+            _save(model, path)
         if ema is not None:
             with replacing(directory / "final_ema.safetensors") as path, ema.swapped_in():
-                save_model(model, str(path))
+                _save(model, path)
     except SafetensorError as error:
         raise OSError(f"{directory}: {error}") from error
+
+
+def _save(model: nn.Module, path: Path) -> None:
+    state = model.state_dict()
+    if all(isinstance(value, Tensor) for value in state.values()):
+        save_model(model, str(path))
+    else:  # modules with a state of another kind, which safetensors has no place for
+        save_file({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, path)

@@ -155,7 +155,7 @@ def _delete(tree: Node, defaults: Node, parts: list[str], place: Place, path: Ke
         return dataclasses.replace(
             tree, value={**tree.value, key: _delete(tree.value[key], defaults, rest, place, here)}
         )
-    if here == GUARDS or path == GUARDS:
+    if path == GUARDS:
         return merge(tree, Node({key: Node(None, place)}, place), path)
     kept = {k: v for k, v in tree.value.items() if k != key}
     if len(here) == 1 or path in SECTIONS or (len(path) == 2 and path[:1] == GUARDS):

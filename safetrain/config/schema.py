@@ -23,7 +23,7 @@ class DataConfig:
     shuffle: bool = True
     """Visit the training samples in a new order each epoch; the order depends on `seed` and the epoch only."""
     drop_last: bool = False
-    """Leave out the last batch of an epoch if it is smaller than `batch_size`."""
+    """Leave out the last training batch of an epoch if it is smaller than `batch_size`. Evaluation uses all samples."""
     num_workers: int = option(0, ge=0)
     """Loader processes, for data given as a Dataset."""
 

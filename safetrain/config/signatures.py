@@ -58,7 +58,8 @@ def _define(found: Module | Found) -> Definition:
     node = found.node
     try:
         if isinstance(node, ast.ClassDef):
-            return Definition(True, _class_signature(found.module, node, 0) or Signature())
+            options = _guard_options(found.module, node, 0)
+            return Definition(True, options or _class_signature(found.module, node, 0) or Signature())
         return Definition(False, _function_signature(node, in_class=found.owner is not None))
     except Unclear:
         return Definition(isinstance(node, ast.ClassDef), None)
@@ -84,6 +85,29 @@ def _class_signature(module: Module, cls: ast.ClassDef, hops: int) -> Signature 
         if signature is not None:
             return signature
     return None
+
+
+def _guard_options(module: Module, cls: ast.ClassDef, hops: int) -> Signature | None:
+    """A guard that has no constructor of its own is called with the fields of its `Config`; None for any other class."""
+    if hops > MAX_HOPS or _last_method(cls, "__init__") is not None:
+        return None
+    try:
+        bases = [(base.module, _as_class(base)) for base in _base_classes(module, cls)]
+    except Unclear:
+        return None
+    if any(base.name == "Guard" and home.name == "safetrain.guards.base" for home, base in bases):
+        for item in cls.body:
+            if isinstance(item, ast.ClassDef) and item.name == "Config":
+                return _dataclass_signature(module, item)
+            if isinstance(item, ast.Assign) and any(last_word(target) == "Config" for target in item.targets):
+                config = walk(module, dotted_name(item.value), 1)
+                if isinstance(config, Module):
+                    raise Unclear
+                return _dataclass_signature(config.module, _as_class(config))
+        return Signature()
+    return next(
+        (options for home, base in bases if (options := _guard_options(home, base, hops + 1)) is not None), None
+    )
 
 
 def _base_classes(module: Module, cls: ast.ClassDef) -> list[Found]:
@@ -171,6 +195,8 @@ def _field_default(value: ast.expr | None) -> ast.expr | None:
     if not isinstance(value, ast.Call):
         return value
     keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+    if last_word(value) == "option":
+        return value.args[0] if value.args else keywords.get("default", keywords.get("factory"))
     if last_word(value) != "field" or value.args or not keywords.keys() <= _HARMLESS_FIELD:
         raise Unclear
     return keywords.get("default", keywords.get("default_factory"))

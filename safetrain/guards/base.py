@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
+from ..options import config_attribute
 from ..verdict import Decision, Verdict
 from ..view import DeviceStep, Limits, StepView
 
@@ -53,7 +54,43 @@ class Guard:
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         """Give the options as keywords, or a ready `Config`."""
-        self.config = self.Config(**options) if config is None else config
+        self.config = self._made_config(options) if config is None else config
+        self._check_options()
+
+    def _made_config(self, options: Mapping[str, Any]) -> Any:
+        known = [field.name for field in dataclasses.fields(self.Config) if field.init]
+        for name in options:
+            if name not in known:
+                from ..config.spelling import suggest  # the config package imports the guards
+
+                raise UsageError(
+                    f"guard {self.name} has no option {name!r}{suggest(name, known)}\nTo fix: correct its name, or leave it out."
+                )
+        try:
+            return self.Config(**options)
+        except TypeError as error:
+            raise UsageError(f"guard {self.name}: {error}.\nTo fix: give it the options it needs.") from error
+
+    def _check_options(self) -> None:
+        """As a config's are: types, bounds and choices."""
+        from ..config.fields import Rejected, fields_of
+
+        if not isinstance(self.config, self.Config):
+            raise UsageError(
+                f"guard {self.name} was given a {type(self.config).__name__} as its config.\n"
+                f"To fix: give the options as keywords, or a {self.Config.__name__}."
+            )
+        try:
+            fields = fields_of(self.Config)
+        except NameError:  # annotated with a name that only the source knows
+            return
+        for name, field in fields.items():
+            value = getattr(self.config, config_attribute(name))
+            try:
+                if value != field.default:
+                    field.read(value)
+            except Rejected as rejected:
+                raise UsageError(f"guard {self.name}: {name}: {rejected}.\nTo fix: correct it.") from None
 
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""

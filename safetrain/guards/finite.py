@@ -85,7 +85,8 @@ class Finite(Guard):
             )
         if view.norm_overflow and not view.limits.bounded:
             reason = (
-                f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and no clip guard to bound it"
+                f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and nothing bounds it: there is no "
+                "clip guard, or it is adaptive and still warming up"
             )
             return "grad_norm", view.grad_norm, reason
         for lr in view.lrs:

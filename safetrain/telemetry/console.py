@@ -14,16 +14,23 @@ from ..result import FitResult
 from .sink import Sink, StepRecord
 
 
+class _Output(RichConsole):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process
+
+
 class Console(Sink):
     """Colours on a terminal, plain lines without control codes elsewhere."""
 
     def __init__(self, log_every: int, plain_text: bool = False) -> None:
-        self._out = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, no_color=plain_text or None)
+        self._out = _Output(file=sys.stdout, highlight=False, soft_wrap=True, no_color=plain_text or None)
         self._log_every = log_every
         self._since = time.perf_counter()
         self._steps_since = 0
 
     def _say(self, text: str, style: str | None = None) -> None:
+        encoding = self._out.encoding
+        text = text.encode(encoding, "backslashreplace").decode(encoding)  # a terminal that only knows ASCII, say
         self._out.print(escape(text), style=style)
 
     def started(self, about: Mapping[str, object]) -> None:

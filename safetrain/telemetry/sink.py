@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..incident import Incident
 from ..result import FitResult
@@ -60,33 +64,41 @@ class Telemetry(Sink):
         self.sinks = list(sinks)
 
     def started(self, about: Mapping[str, object]) -> None:
-        for sink in self.sinks:
-            sink.started(about)
+        self._tell("started", about)
 
     def noted(self, text: str) -> None:
-        for sink in self.sinks:
-            sink.noted(text)
+        self._tell("noted", text)
 
     def stepped(self, record: StepRecord) -> None:
-        for sink in self.sinks:
-            sink.stepped(record)
+        self._tell("stepped", record)
 
     def incident(self, incident: Incident) -> None:
-        for sink in self.sinks:
-            sink.incident(incident)
+        self._tell("incident", incident)
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
-        for sink in self.sinks:
-            sink.rolled_back(to_step, num_committed, source)
+        self._tell("rolled_back", to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
-        for sink in self.sinks:
-            sink.evaluated(metrics, is_best)
+        self._tell("evaluated", metrics, is_best)
 
     def sync(self) -> None:
-        for sink in self.sinks:
-            sink.sync()
+        self._tell("sync")
 
     def finished(self, result: FitResult) -> None:
-        for sink in self.sinks:
-            sink.finished(result)
+        self._tell("finished", result)
+
+    def _tell(self, what: str, *about: Any) -> None:
+        for sink in list(self.sinks):
+            try:
+                getattr(sink, what)(*about)
+            except BrokenPipeError:  # whoever read the output has gone; that is no reason to stop training
+                self.sinks.remove(sink)
+                _silence_output()
+
+
+def _silence_output() -> None:
+    """What is still written to the standard output goes nowhere, instead of failing when the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -331,3 +331,39 @@ def test_origins_tell_where_each_value_came_from() -> None:
     assert loaded.source == Path.cwd() / "main.yaml"
     assert load({"seed": 3}).origins["seed"] == "dict"
     assert load({"seed": 3}).source is None
+
+
+GUARD = """
+from dataclasses import dataclass, field
+from safetrain import Guard, Verdict
+from safetrain.options import option
+
+@dataclass
+class CeilingConfig:
+    limit: float = option(3.0, gt=0.0)
+    names: list[str] = field(default_factory=list)
+
+class Ceiling(Guard):
+    Config = CeilingConfig
+
+    def judge(self, view):
+        return Verdict()
+
+class Nested(Guard):
+    @dataclass
+    class Config:
+        limit: float
+
+class Lower(Ceiling):
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", ["Ceiling", "Nested", "Lower"])
+def test_options_of_an_outside_guard_are_known_by_its_config(name: str) -> None:
+    write("g.py", GUARD)
+    good = {"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0}}}
+    assert load_config(good).guards["mine"]["limit"] == 2.0
+    bad = {"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0, "limt": 2.0}}}
+    with pytest.raises(ConfigError, match="unknown argument 'limt', did you mean 'limit'"):
+        load_config(bad)

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import re
 
 import pytest
 
-from safetrain import Action, Limits, StepView
+from safetrain import Action, Limits, StepView, UsageError
 from safetrain.guards.backoff import Backoff
-from safetrain.guards.clip import Clip
+from safetrain.guards.clip import Clip, ClipConfig
 from safetrain.guards.finite import Finite
 from safetrain.guards.rollback import Rollback
 from safetrain.guards.spike import Spike
@@ -255,3 +256,18 @@ def test_stall(losses, norms, action, word):
     assert verdict.action is action
     assert word in verdict.reason
     assert bool(verdict.evidence.get("restart")) == (word == "never below its start")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Clip(mode="global_norm"), "guard clip: mode: 'global_norm' is not accepted"),
+        (lambda: Clip(max_norm=-1), "guard clip: max_norm: -1.0 is out of range"),
+        (lambda: Clip(max_nrom=1), "has no option 'max_nrom', did you mean 'max_norm'"),
+        (lambda: Clip({"max_norm": 1.0}), "was given a dict as its config"),
+        (lambda: Clip(ClipConfig(decay=2.0)), "decay: 2.0 is out of range"),
+    ],
+)
+def test_options_given_in_python_are_checked_as_those_of_a_config(make, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make()

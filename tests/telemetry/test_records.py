@@ -1,9 +1,11 @@
 """What a run leaves behind: valid, complete, never overwritten, and NaN is never left out."""
 
+import io
 import json
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,44 @@ def test_final_weights_load_without_safetrain(train):
     )
     load_model(twin, trainer.run.dir / "checkpoints" / "final_ema.safetensors")
     assert torch.equal(twin[0].weight, trainer.ema.weights["0.weight"])
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("console", ["json", "plain"])
+def test_training_goes_on_when_nobody_reads_the_output(tmp_path, monkeypatch, console):
+    monkeypatch.setattr(sys, "stdout", Closed())
+    config = {"logging": {"console": console, "tensorboard": False}}
+    trainer = SafeTrainer(
+        make_model(), loss_fn=mse, train_data=make_batches(4), config=config, run_dir=tmp_path / "run"
+    )
+    assert trainer.fit().steps == 4
+
+
+def test_names_that_the_output_cannot_show_are_spelt_out(tmp_path, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    config = {"name": "lauf-ä→", "logging": {"console": "plain", "tensorboard": False}}
+    SafeTrainer(make_model(), loss_fn=mse, train_data=make_batches(2), config=config, run_dir=tmp_path / "run").fit()
+    out.flush()
+    assert b"lauf-\\xe4\\u2192" in out.buffer.getvalue()
+
+
+def test_a_run_stays_together_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    class Wandering(SafeTrainer):
+        def on_commit(self, view):
+            os.chdir(tmp_path / "elsewhere")
+
+    config = {"logging": {"console": "off", "tensorboard": False}}
+    result = Wandering(make_model(), loss_fn=mse, train_data=make_batches(3), config=config, run_dir="run").fit()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "run" / "checkpoints" / "final.safetensors").exists()
+    assert result.run_dir == Path("run")

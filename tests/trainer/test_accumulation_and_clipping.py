@@ -178,3 +178,27 @@ def test_the_logged_norm_is_the_one_before_clipping(make_trainer):
         model, Watching, train_data=[batch], config={"guards": {"clip": {"mode": "norm", "max_norm": 1e-3}}}
     ).fit()
     assert norms == [expected]
+
+
+def test_groups_that_are_added_during_the_run_are_clipped_too(make_trainer):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
+
+    class Unfreezing(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 0:
+                self.optimizer.add_param_group({"params": list(self.model[0].parameters())})
+                self.before = [p.detach().clone() for p in self.model[0].parameters()]
+
+    config = {"guards": {"clip": {"mode": "group_norm", "max_norm": 1e-3}}}
+    trainer = make_trainer(
+        model,
+        Unfreezing,
+        loss_fn=lambda m, b: 100 * mse(m, b),
+        optimizer=optimizer,
+        train_data=make_batches(2),
+        config=config,
+    )
+    trainer.fit()
+    moved = [(p.detach() - b).square().sum() for p, b in zip(model[0].parameters(), trainer.before, strict=True)]
+    assert 0 < torch.stack(moved).sum().sqrt() <= 1.01e-3

@@ -245,3 +245,22 @@ def test_a_signal_to_the_process_group_saves_the_state(make_trainer):
     steps = trainer.run.result.steps
     assert steps > 0
     assert (trainer.run.dir / "checkpoints" / "last").resolve().name == f"step-{steps:08d}"
+
+
+@pytest.mark.parametrize("data", [TensorDataset(INPUTS, TARGETS), Stream()])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_drop_last_holds_for_training_and_not_for_evaluation(make_trainer, data, shuffle):
+    sizes = {"training": [], "evaluation": []}
+
+    class Counting(SafeTrainer):
+        def training_step(self, model, batch):
+            sizes["training"].append(len(batch[0]))
+            return mse(model, batch)
+
+        def evaluation_step(self, model, batch):
+            sizes["evaluation"].append(len(batch[0]))
+            return mse(model, batch)
+
+    config = {"data": {"batch_size": 4, "drop_last": True, "shuffle": shuffle}}
+    make_trainer(nn.Linear(6, 1), Counting, train_data=data, eval_data=data, config=config).fit()
+    assert sizes == {"training": [4, 4], "evaluation": [4, 4, 2]}

@@ -3,12 +3,13 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from small import assert_same, make_batches, make_model, mse
 from torch import nn
 
-from safetrain import SafeTrainer, UsageError
+from safetrain import SafeTrainer, SafetrainError, UsageError
 
 
 class FrozenNorm(nn.Module):
@@ -162,3 +163,52 @@ def test_a_scheduler_that_waits_for_a_plateau_is_given_the_metric(make_trainer):
         config=config,
     ).fit()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+def test_metrics_are_means_over_the_batches_that_gave_them(make_trainer):
+    class Some(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            extra = {"rare": np.float32(4.0), "wide": np.float64(2.0)} if batch[0][0, 0] > 0 else {}
+            return {"loss": mse(model, batch), **extra}
+
+    batches = [(torch.full((4, 6), sign), torch.zeros(4, 1)) for sign in (1.0, -1.0, 1.0)]
+    result = make_trainer(cls=Some, train_data=make_batches(1), eval_data=batches).fit()
+    assert result.evaluations[0]["rare"] == 4.0
+    assert result.evaluations[0]["wide"] == 2.0
+
+
+def test_a_plateau_schedule_needs_evaluations(make_trainer):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UsageError, match="there is no evaluation data"):
+        make_trainer(model, optimizer=optimizer, scheduler=plateau, train_data=make_batches(2))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "data", "monitor", "message"),
+    [
+        ({"step": 1.0}, None, "loss", "a metric called 'step'"),
+        ({3: 1.0}, None, "loss", "a metric under 3"),
+        ({"accuracy": 1.0}, None, "acuracy", "loop.monitor is 'acuracy'"),
+        ({}, [], "loss", "the evaluation data is empty"),
+        ({}, [(torch.zeros(0, 6), torch.zeros(0, 1))], "loss", "the evaluation data has no samples"),
+    ],
+)
+def test_a_mistake_in_the_evaluation_loses_no_work(make_trainer, metrics, data, monitor, message):
+    class Mistaken(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            return {"loss": mse(model, batch), **metrics}
+
+    data = make_batches(2) if data is None else data
+    config = {"loop": {"eval_every": 3, "monitor": monitor}}
+    trainer = make_trainer(cls=Mistaken, train_data=make_batches(6), eval_data=data, config=config)
+    with pytest.raises(SafetrainError, match=message):
+        trainer.fit()
+    assert (trainer.run.dir / "checkpoints" / "last").resolve().name == "step-00000003"
+
+
+def test_batches_without_samples_do_not_count_in_an_evaluation(make_trainer):
+    batches = [*make_batches(2), (torch.zeros(0, 6), torch.zeros(0, 1))]
+    trainer = make_trainer(train_data=make_batches(2), eval_data=batches)
+    assert math.isfinite(trainer.fit().evaluations[0]["loss"])

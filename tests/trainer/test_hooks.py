@@ -5,7 +5,7 @@ import torch
 from small import make_batches, make_model, mse
 from torch import nn
 
-from safetrain import Incident, SafeTrainer, StepView, UsageError
+from safetrain import Guard, Incident, SafeTrainer, StepView, UsageError, Verdict
 
 
 class ByHooks(SafeTrainer):
@@ -122,3 +122,41 @@ def test_fit_is_called_once(make_trainer):
     trainer.fit()
     with pytest.raises(UsageError, match="already called"):
         trainer.fit()
+
+
+class Misspelt:
+    def trainig_step(self, model, batch): ...
+
+
+@pytest.mark.parametrize("name", ["eval_step", "build_dataloader", "build_loss", "trainig_step"])
+def test_names_of_other_trainers_and_static_methods_are_misspelt_hooks_too(name):
+    with pytest.raises(TypeError, match=f"{name} would never be called"):
+        type("Mine", (SafeTrainer,), {name: staticmethod(lambda model, batch: None)})
+
+
+def test_a_misspelt_hook_of_a_mixin_is_an_error():
+    with pytest.raises(TypeError, match="did you mean training_step"):
+        type("Mine", (Misspelt, SafeTrainer), {})
+
+
+def test_a_hook_may_be_a_static_method(make_trainer):
+    class Static(SafeTrainer):
+        @staticmethod
+        def training_step(model, batch):
+            return mse(model, batch)
+
+    assert make_trainer(cls=Static, train_data=make_batches(2)).fit().steps == 2
+
+
+class Quiet(Guard):
+    def judge(self, view):
+        return Verdict()
+
+
+def test_two_guards_of_one_name_are_an_error(make_trainer):
+    with pytest.raises(UsageError, match="two guards of the name 'quiet'"):
+        make_trainer(train_data=make_batches(2), guards=[Quiet(), Quiet()])
+    other = Quiet()
+    other.name = "other"
+    trainer = make_trainer(train_data=make_batches(2), guards=[Quiet(), other])
+    assert {"quiet", "other"} <= {guard.name for guard in trainer.guards}

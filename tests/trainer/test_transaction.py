@@ -342,3 +342,26 @@ def test_the_average_can_be_loaded_whatever_the_model_holds(make_trainer):
     load_model(twin, result.run_dir / "checkpoints" / "final_ema.safetensors")
     assert torch.equal(twin.twin.weight, trainer.ema.weights["fc.weight"])
     assert not torch.equal(twin.twin.weight, trainer.model.fc.weight)
+
+
+def test_an_investigation_is_not_mistaken_for_a_forward_that_writes_weights(make_trainer, caplog):
+    """It tries the optimizer's update on the weights, and puts them back."""
+    trainer = make_trainer(HiddenStatistic("complex"), train_data=make_batches(5, bad=(2,)))
+    trainer.fit()
+    assert trainer.transaction.written_parameters == set()
+    assert "for the first time" not in caplog.text
+
+
+def test_a_first_write_that_comes_late_and_cannot_be_undone_is_told(make_trainer, caplog):
+    class Late(Base):
+        @torch.no_grad()
+        def write(self, x):
+            if x.isnan().any():
+                self.fc.weight.mul_(0.5)
+
+    config = {**NO_REPAIR, "loop": {"max_epochs": 2}}
+    trainer = make_trainer(Late(), train_data=make_batches(4, bad=(2,)), config=config)
+    with caplog.at_level("WARNING", "safetrain"):
+        trainer.fit()
+    assert caplog.text.count("forward wrote to fc.weight for the first time") == 1
+    assert trainer.transaction.written_parameters == {"fc.weight"}
