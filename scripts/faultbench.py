@@ -62,11 +62,11 @@ class Scaled(nn.Module):
 
 def mlp(seed: int, overflowing: bool) -> Task:
     random = torch.Generator().manual_seed(seed)
-    directions = torch.randn(16, 4, generator=random)
+    directions = torch.randn(16, 2, generator=random) / 4
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(size, 16, generator=random)
-        return x, torch.tanh(x @ directions).sum(1, keepdim=True) + 0.3 * torch.randn(size, 1, generator=random)
+        return x, torch.tanh(x @ directions).sum(1, keepdim=True) + 0.5 * torch.randn(size, 1, generator=random)
 
     torch.manual_seed(seed)
     middle: nn.Module = nn.Linear(64, 64)
@@ -79,7 +79,7 @@ def mlp(seed: int, overflowing: bool) -> Task:
     def spoil(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0], 20.0 - 20.0 * batch[1]
 
-    return Task(model, loss, [batch(64) for _ in range(STEPS)], batch(4096), 2e-2, lambda b: b[0], spoil)
+    return Task(model, loss, [batch(64) for _ in range(STEPS)], batch(4096), 5e-3, lambda b: b[0], spoil)
 
 
 def convnet(seed: int, overflowing: bool) -> Task:

@@ -24,11 +24,11 @@ class SpikeConfig:
     """A spike is also at least this share of the loss at the start of training: below it, a hard batch is just a hard batch."""
     grad_ratio: float = option(1000.0, gt=1.0)
     """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says."""
-    window: int = option(100, ge=10)
+    window: int = option(50, ge=10)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
     """Committed steps to watch before judging. Until then only a loss of `extreme` times the largest so far is a spike."""
-    extreme: float = option(1000.0, gt=1.0)
+    extreme: float = option(10.0, gt=1.0)
     """See `warmup_steps`."""
     max_consecutive: int = option(5, ge=1)
     """Spikes in a row after which a rollback is asked for."""
