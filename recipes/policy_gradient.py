@@ -34,6 +34,14 @@ class CartPole:
         self.state = self.generator.uniform(-0.05, 0.05, (num_envs, 4))
         self.age = np.zeros(num_envs, dtype=int)
 
+    def state_dict(self) -> dict[str, Any]:
+        random = self.generator.bit_generator.state
+        return {"state": self.state.tolist(), "age": self.age.tolist(), "random": random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.age = np.array(state["state"]), np.array(state["age"])
+        self.generator.bit_generator.state = state["random"]
+
     def observe(self) -> np.ndarray:
         return self.state.astype(np.float32)
 
@@ -55,7 +63,10 @@ class CartPole:
 
 
 class GymEnvironments:
-    """Environments of gymnasium with observations in a vector and finitely many actions."""
+    """Environments of gymnasium with observations in a vector and finitely many actions.
+
+    Their state cannot be saved: after a resume they begin new episodes.
+    """
 
     def __init__(self, name: str, num_envs: int, seed: int = 0) -> None:
         try:
@@ -69,6 +80,11 @@ class GymEnvironments:
         self.num_observations = self.envs.single_observation_space.shape[0]
         self.num_actions = int(self.envs.single_action_space.n)
         self.observation, _ = self.envs.reset(seed=seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def observe(self) -> np.ndarray:
         return self.observation.astype(np.float32)
@@ -125,16 +141,33 @@ class Rollouts:
         self.generator = torch.Generator().manual_seed(seed)
         self.policy: nn.Module | None = None
         """The model that plays; set by the trainer."""
-        self.running_return = np.zeros(num_envs)
-        self.returns: list[float] = []
-        """Returns of all finished episodes."""
+        self.experience: dict[str, Tensor] = {}
+        self.remaining: list[Tensor] = []
+        """Rows of the batches that are still to be handed out."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        experience = self.play()
-        for _ in range(self.num_passes):
-            order = torch.randperm(len(experience["actions"]), generator=self.generator)
-            for rows in order.split(self.batch_size):
-                yield {name: values[rows] for name, values in experience.items()}
+        if not self.remaining:
+            self.experience = self.play()
+            for _ in range(self.num_passes):
+                order = torch.randperm(len(self.experience["actions"]), generator=self.generator)
+                self.remaining += order.split(self.batch_size)
+        while self.remaining:
+            rows = self.remaining.pop(0)
+            yield {name: values[rows] for name, values in self.experience.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on exactly here; the trainer saves it with its own state."""
+        return {
+            "envs": self.envs.state_dict(),
+            "random": self.generator.get_state(),
+            "experience": dict(self.experience),
+            "remaining": list(self.remaining),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.envs.load_state_dict(state["envs"])
+        self.generator.set_state(state["random"])
+        self.experience, self.remaining = dict(state["experience"]), list(state["remaining"])
 
     @torch.no_grad()
     def play(self) -> dict[str, Tensor]:
@@ -146,7 +179,6 @@ class Rollouts:
             logits, values = (output.cpu() for output in self.policy(observations.to(device)))
             actions, log_probs = self.act(logits)
             rewards, failed, over = self.envs.step(actions.numpy())
-            self.note_returns(rewards, over)
             step = {
                 "observations": observations,
                 "actions": actions,
@@ -185,11 +217,6 @@ class Rollouts:
             running = surprise + self.discount * self.trace * goes_on * running
             result[t] = running
         return result
-
-    def note_returns(self, rewards: np.ndarray, over: np.ndarray) -> None:
-        self.running_return += rewards
-        self.returns += self.running_return[over].tolist()
-        self.running_return[over] = 0
 
 
 class PolicyTrainer(SafeTrainer):

@@ -54,9 +54,11 @@ class Keeper:
             resumed.state.restore_progress(self._trainer)
             resumed.state.restore_training(self._trainer)
             resumed.state.tensors.clear()  # they are the trainer's now; no need for two copies
+            self._run.write_config()
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
         else:
+            self._run.write_config()
             self.save(required=True)
         self._seen = (self._run.result.steps, self._run.num_refusals)
         if self._config.snapshot_every is not None:

@@ -8,15 +8,16 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from .forensics.backward_functions import FiniteBackward
 from .forensics.frames import Place
 from .forensics.substitutes import Patch, SafeVariant
 
 
 class Patches:
-    """A context manager around forward pass and update. Costs nothing as long as there is no patch."""
+    """A context manager around forward, backward and update. Costs nothing as long as there is no patch."""
 
     def __init__(self) -> None:
-        self._active: dict[Patch, SafeVariant] = {}
+        self._active: dict[Patch, SafeVariant | FiniteBackward] = {}
         self._stack: ExitStack | None = None
 
     def add(self, patch: Patch) -> str:

@@ -22,9 +22,9 @@ from . import bundle
 from .checkpoint import CheckpointStore, Loaded
 from .config import load_config, to_yaml
 from .config.schema import Config
-from .errors import Interrupted, RunDirectoryError, TrainingStopped
+from .errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
 from .files import to_json, write_text
-from .incident import Incident, Outcome, Trigger
+from .incident import Cause, Incident, Outcome, Trigger
 from .loadable import rebuild
 from .recovery import Case, Settlement
 from .result import FitResult
@@ -68,6 +68,8 @@ class Run:
         self._losses = array("d")
 
     def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
+        if resume not in (False, True, "auto", "force"):
+            raise UsageError(f"resume must be False, True, 'auto' or 'force', not {resume!r}.")
         if resume == "auto":
             resume = asked is not None and bool(holds_run(asked))
         self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
@@ -75,7 +77,8 @@ class Run:
         self._lock = RunLock(self.dir)
         try:
             point = self._find_checkpoint(force=resume == "force") if resume else None
-            write_text(self.dir / CONFIG, to_yaml(self.config))
+            if not resume:
+                self.write_config()
             self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
         except OSError as error:
             self._lock.release()
@@ -106,6 +109,11 @@ class Run:
         store.set_aside(self.resumed.passed_over)
         record = self.resumed.state.rest["progress"]["run"]
         return ResumePoint(self.resumed.manifest.step, record["journal_position"], record["result"]["skipped"])
+
+    def write_config(self) -> None:
+        """Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
+        if self.dir is not None:
+            write_text(self.dir / CONFIG, to_yaml(self.config))
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
         """Announce the run, and once what is to be said about it."""
@@ -262,6 +270,11 @@ class Run:
             self.consecutive_refusals = 0
         if settlement.is_dynamics:
             self.dynamics_steps.append(view.step)
+            if not case.has_non_finite_number:
+                explanation = (
+                    f"every number was finite, but training went astray: {'; '.join(incident.decision.reasons)}"
+                )
+                incident.cause = Cause("divergence", explanation)
         self.keep(incident)
 
     def keep(self, incident: Incident) -> None:

@@ -75,6 +75,7 @@ class TrainState:
                 "evaluated_at": trainer._evaluated_at,
                 "run": trainer.run.state_dict(),
                 "ladder": trainer.ladder.state_dict(),
+                "bench": trainer.bench.state_dict(),
                 "patches": trainer.patches.state_dict(),
             }
         # Copies of what schedulers and guards go on changing; a few numbers each.
@@ -110,6 +111,7 @@ class TrainState:
         trainer._evaluated_at = progress["evaluated_at"]
         trainer.run.load_state_dict(progress["run"])
         trainer.ladder.load_state_dict(progress["ladder"])
+        trainer.bench.load_state_dict(progress["bench"])
         trainer.patches.load_state_dict(progress["patches"])
 
     @property

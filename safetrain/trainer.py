@@ -142,7 +142,7 @@ class SafeTrainer(TrainerParts):
         """Forward and backward for each micro-batch, then measure. Nothing is read to the host."""
         losses, metrics = [], []
         for index, batch in enumerate(window):
-            with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1):
+            with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1), self.patches:
                 loss, beside = self._forward(batch)
                 if not self._checked_backward and index == 0:
                     assembly.check_no_backward(self._parameters)
@@ -157,7 +157,7 @@ class SafeTrainer(TrainerParts):
         return self._measure(losses, metrics, window)
 
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        with self.engine.autocast(), self.patches:
+        with self.engine.autocast():
             output = self.training_step(self._called_model, same_nest(batch))
         loss, metrics = assembly.split_loss(output, "training_step")
         if torch.is_grad_enabled():
@@ -385,7 +385,7 @@ class SafeTrainer(TrainerParts):
     def _next_window(self) -> list[Any]:
         try:
             return self.stream.take(self.config.loop.grad_accum)
-        except RuntimeError:  # the signal that asks the run to end has ended the loader's workers
+        except Exception:  # the signal that asks the run to end has ended the loader's workers
             if self.run.signal is None:
                 raise
             return []
@@ -440,7 +440,10 @@ class SafeTrainer(TrainerParts):
         state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
         of it. Attempts, incidents and budgets are not rewound.
         """
-        return self._keeper.rollback(to, skip_windows)
+        step = self._keeper.rollback(to, skip_windows)
+        if self.last_good is not None:
+            self.last_good.forget()
+        return step
 
     def guard(self, name: str) -> Any:
         """The guard of that name; one that is not there yet is made with its defaults and put to work."""

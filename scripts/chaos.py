@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import logging
 import os
 import random
 import resource
@@ -146,7 +148,7 @@ def acknowledging(run_dir: Path) -> None:
 def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: random.Random) -> dict[str, int]:
     """Train with `num_kills` SIGKILLs, then to the end. Every other kill waits for a save to be under way."""
     store = CheckpointStore(run_dir / "checkpoints")
-    counts = {"kills": 0, "while_saving": 0, "unloadable": 0, "lost": 0}
+    counts = {"kills": 0, "while_saving": 0, "too_late": 0, "unloadable": 0, "lost": 0}
 
     def work() -> None:
         acknowledging(run_dir)
@@ -155,17 +157,16 @@ def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: ran
     while counts["kills"] < num_kills:
         child = in_child(work)
         saving = counts["kills"] % 2 == 1
-        known = {path.name for path in store.paths()}
         deadline = time.monotonic() + 20
         while saving and time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
             with contextlib.suppress(FileNotFoundError):
-                if any(n.endswith(".tmp") and n not in known for n in os.listdir(store.directory)):
+                if any(name.endswith(f".{child}.tmp") for name in os.listdir(store.directory)):
                     break
         time.sleep(rng.uniform(0, 0.004) if saving else rng.uniform(0.02, 0.5))
-        counts["while_saving"] += any(store.directory.glob(".step-*.tmp"))
         kill(child)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+            counts["too_late"] += os.WIFEXITED(os.waitpid(child, 0)[1])
+        counts["while_saving"] += any(store.directory.glob(f".step-*.{child}.tmp"))  # what it left half done
         counts["kills"] += 1
         noted = run_dir.parent / ACKNOWLEDGED
         acknowledged = noted.read_text().split() if noted.exists() else []
@@ -255,7 +256,7 @@ def kills(directory: Path, num_kills: int, seed: int, max_steps: int) -> bool:
         workers, precision, background = variant
         print(
             f"kills: {workers} workers, {precision}, {'async' if background else 'sync'}: {counts['kills']} kills "
-            f"({counts['while_saving']} while saving), {counts['unloadable']} unloadable, {counts['lost']} acknowledged saves lost, "
+            f"({counts['while_saving']} while saving, {counts['too_late']} after the end), {counts['unloadable']} unloadable, {counts['lost']} acknowledged saves lost, "
             f"final state {'bit-identical' if not differing else 'DIFFERS in ' + ', '.join(differing[:8])}"
         )
         good = good and not (counts["unloadable"] or counts["lost"] or differing)
@@ -399,9 +400,8 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
     reports = disk.parent / "through.txt"
 
     def work() -> None:
-        import logging
-
-        logging.basicConfig(filename=reports)
+        said = io.StringIO()  # a file could not be written to, either
+        logging.basicConfig(stream=said)
 
         class Filling(Trainer):
             filler: Path | None = None
@@ -419,6 +419,7 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
                         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
         train(run_dir, 0, "fp32", False, 30, Filling)
+        reports.write_text(said.getvalue())
 
     code = finish(in_child(work))
     text = (run_dir / "journal.jsonl").read_text()

@@ -61,4 +61,4 @@ def assert_same(left, right, path="state"):
         for index, (one, other) in enumerate(zip(left, right, strict=True)):
             assert_same(one, other, f"{path}[{index}]")
     else:
-        assert left == right, path
+        assert left == right or (left != left and right != right), path  # NaN equals NaN

@@ -37,9 +37,7 @@ def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> 
     weights = loaded.state.part("ema" if which == "ema" else "model")
     if not weights:
         raise CheckpointError(f"{run_dir} has no moving average.\nTo fix: train with loop.ema, or export best or last.")
-    transient = {name.partition("/")[2] for name in loaded.state.rest["buffers"]} & loaded.state.part(
-        "transient"
-    ).keys()
+    transient = loaded.state.part("transient")
     weights = {name: tensor for name, tensor in weights.items() if name not in transient}
     for name, first in loaded.state.rest["tied"].items():
         weights[name] = weights[first].clone()

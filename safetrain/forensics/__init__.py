@@ -19,6 +19,7 @@ samples.py        which elements of the batch
 samples_of.py     a batch as a row of samples
 remedies.py       what would have kept the step finite, tried
 substitutes.py    safe variants of ops, for one line
+backward_functions.py  the same for the backward of a custom function
 casts.py          the step at another precision
 fixes.py          what to write at that line
 path.py           from the origin to the loss, by module

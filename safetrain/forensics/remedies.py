@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..incident import Remedy
+from .backward_functions import SUFFIX, find_function
 from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
@@ -138,6 +139,19 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
                 return
 
 
+def finite_backward(trials: Trials) -> Iterator[Remedy]:
+    """For the backward of a custom function: zeros where it returns bad gradients."""
+    place, event = trials.finding.place, trials.finding.event
+    name = (event.node or "").removesuffix("Backward") if event is not None else ""
+    if trials.finding.phase != "backward" or place is None or find_function(name) is None:
+        return
+    patch = Patch(place, frozenset({f"{name}{SUFFIX}"}))
+    remedy = trials.replay("safe_op", "with the non-finite gradients of this backward set to 0", patch.active())
+    yield remedy
+    if remedy.finite:
+        trials.patch = patch
+
+
 def larger_eps(trials: Trials) -> Iterator[Remedy]:
     optimizer = trials.replayer.step.optimizer
     if trials.finding.phase != "optimizer" or optimizer is None or "eps" not in optimizer.param_groups[0]:
@@ -175,6 +189,9 @@ def island(trials: Trials) -> Iterator[Remedy]:
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
         remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        if not remedy.finite and trials.replayer.step.loss_scale > 1:
+            # Scaled gradients that overflow are for the loss scaler to handle.
+            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module), loss_scale=1.0)
         yield remedy
         if remedy.finite:
             trials.island = path
@@ -230,6 +247,7 @@ REMEDIES: list[Callable[[Trials], Iterator[Remedy]]] = [
     clean_input,
     repair_state,
     safe_op,
+    finite_backward,
     larger_eps,
     finite_learning_rate,
     whole_step_in_fp32,

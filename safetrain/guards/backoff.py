@@ -21,7 +21,7 @@ class BackoffConfig:
     recovery_steps: int = option(100, ge=1)
     """Committed steps in which the scale returns from `floor` to 1, exponentially (sooner from a higher scale)."""
     merge_steps: int = option(10, ge=1)
-    """Refusals within this many steps of the first one are one incident; a rollback is always one of its own."""
+    """Refusals within this many steps of the first one are one incident; a rollback among them lowers the rate again."""
     restart_factor: float = option(0.1, gt=0.0, lt=1.0)
     """When training starts again from the beginning, the learning rate stays at this share of the schedule."""
 
@@ -82,15 +82,16 @@ class Backoff(Guard):
         return level
 
     def _lowered(self, level: Level, step: int, is_rollback: bool) -> Level:
-        # Trouble that comes back after a rollback is new trouble, however soon.
-        if not is_rollback and level.num_incidents and step - level.first_step <= self.config.merge_steps:
+        is_same = level.num_incidents > 0 and step - level.first_step <= self.config.merge_steps
+        if is_same and not is_rollback:
             return replace(level, last_step=step)
         scale = max(level.scale * self.config.factor, min(self.config.floor, level.scale))
         ceiling = level.ceiling
-        if level.num_incidents:
+        if level.num_incidents and not is_same:
             ceiling = max(ceiling * self.config.factor, min(self.config.floor, ceiling))
-        num_incidents = level.num_incidents + 1
-        return Level(min(scale, ceiling), ceiling, step, step, num_incidents, level.num_restarts)
+        first = level.first_step if is_same else step
+        num_incidents = level.num_incidents + (0 if is_same else 1)
+        return Level(min(scale, ceiling), ceiling, step, first, num_incidents, level.num_restarts)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.level)

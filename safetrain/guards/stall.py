@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..history import Smooth
+from ..history import Recent, Smooth
 from ..options import option
 from ..verdict import COMMIT, Action, Decision, Verdict
 from ..view import StepView
@@ -19,7 +19,7 @@ class StallConfig:
     dead_steps: int = option(20, ge=1)
     """Steps in a row with a gradient of (nearly) zero and a loss that is not, after which the network is dead."""
     vanished: float = option(1e-9, ge=0.0)
-    """A gradient norm below this share of the largest one seen has vanished."""
+    """A gradient norm below this share of the recent ones has vanished."""
     frozen_steps: int = option(40, ge=2)
     """Steps in a row with the very same loss, far above the best one, after which the network is frozen."""
     no_progress_steps: int = option(60, ge=5)
@@ -36,7 +36,7 @@ class Stall(Guard):
     def __init__(self, config: StallConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)
         self.num_seen = self.num_dead = self.num_frozen = 0
-        self.largest_norm = 0.0
+        self.norms = Recent(50)
         self.start, self.best, self.last = math.inf, math.inf, math.inf
         self.smooth = Smooth(0.9)
 
@@ -61,6 +61,12 @@ class Stall(Guard):
             return False
         return self.best >= self.start and self.smooth.mean > self._far_above(self.start)
 
+    def _has_vanished(self, norm: float) -> bool:
+        if norm == 0.0:
+            return True
+        limit = self.config.vanished
+        return bool(self.norms) and norm <= limit * self.norms.largest and norm <= limit * self.norms.center
+
     def _far_above(self, loss: float) -> float:
         return loss + (self.config.far_above - 1.0) * abs(loss)
 
@@ -73,21 +79,23 @@ class Stall(Guard):
             self.start = loss
         elif self.smooth.add(loss) < self.best:
             self.best = self.smooth.mean
-        self.largest_norm = max(self.largest_norm, norm)
-        is_dead = norm <= self.config.vanished * self.largest_norm and loss != 0.0
+        is_dead = self._has_vanished(norm) and loss != 0.0
         self.num_dead = self.num_dead + 1 if is_dead else 0
+        if not is_dead:
+            self.norms.add(norm)
         is_frozen = loss == self.last and loss > self._far_above(self.best)
         self.num_frozen = self.num_frozen + 1 if is_frozen else 0
         self.last = loss
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"num_seen": self.num_seen, "num_dead": self.num_dead, "num_frozen": self.num_frozen}
-        numbers = {"start": self.start, "best": self.best, "last": self.last, "largest_norm": self.largest_norm}
+        numbers = {"start": self.start, "best": self.best, "last": self.last}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        return {**counts, **finite, "smooth": [self.smooth.mean, self.smooth.count]}
+        return {**counts, **finite, "smooth": [self.smooth.mean, self.smooth.count], "norms": list(self.norms.values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_seen, self.num_dead, self.num_frozen = state["num_seen"], state["num_dead"], state["num_frozen"]
-        for name in ("start", "best", "last", "largest_norm"):
+        self.norms = Recent(50, state["norms"])
+        for name in ("start", "best", "last"):
             setattr(self, name, math.inf if state[name] is None else state[name])
         self.smooth = Smooth(0.9, *state["smooth"])

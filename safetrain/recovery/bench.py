@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ..forensics import Effort, Step, diagnose
 from ..incident import Origin
 from ..rng import undisturbed_rng
 from ..verdict import Action
-from .case import Case
+from .case import Case, LastGood
 
 if TYPE_CHECKING:
     from ..trainer import SafeTrainer
@@ -48,7 +48,7 @@ class Workbench:
         max_mb = trainer.config.forensics.max_bundle_mb
         try:
             write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
-        except OSError as error:  # a full disk must not end a run that survived worse
+        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end the run
             trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
@@ -103,7 +103,7 @@ class Workbench:
             return False
         view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
         decision = trainer._judge(view)
-        if decision.action is Action.COMMIT and not view.scaler_overflow:
+        if decision.action is Action.COMMIT:
             return trainer._commit(measurement, view, decision, window)
         trainer._undo(view)
         return False
@@ -114,7 +114,7 @@ class Workbench:
         trainer.transaction.rewind()
         finite = []
         for batch in case.window:
-            with trainer.engine.gradient_sync(trainer._called_model, sync=False):
+            with trainer.engine.gradient_sync(trainer._called_model, sync=False), trainer.patches:
                 loss, _ = trainer._forward(batch)
                 trainer.engine.backward(loss / len(case.window))
             norm = gradients.global_norm(gradients.collect(trainer._parameters))
@@ -125,14 +125,14 @@ class Workbench:
         return [index for index, share in enumerate(shares) if share < 1.0]
 
     def has_good_batch(self) -> bool:
-        return self._trainer.last_good is not None
+        return self._trainer.last_good is not None and bool(self._trainer.last_good.window)
 
     def state_problem(self) -> str | None:
         """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
         trainer = self._trainer
-        if trainer.last_good is None:
-            return "no step was committed yet, so there is no good batch to tell bad data from a bad state"
-        with torch.no_grad(), undisturbed_rng():
+        if trainer.last_good is None or not trainer.last_good.window:
+            return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
+        with torch.no_grad(), undisturbed_rng(), trainer.patches:
             losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
         trainer.transaction.restore()
         loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
@@ -164,6 +164,19 @@ class Workbench:
     def unpatch(self, case: Case) -> None:
         if case.patch is not None:
             self._trainer.patches.remove(case.patch)
+
+    def state_dict(self) -> dict[str, Any]:
+        good = self._trainer.last_good
+        return {
+            "known": [[*place, first] for place, first in self._known.items()],
+            "losses": None if good is None else [good.first, good.lowest, list(good.losses.values)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The last good window itself is not kept: until a step is committed there is no batch to look at."""
+        self._known = {(*place,): first for *place, first in state["known"]}
+        if state["losses"] is not None:
+            self._trainer.last_good = LastGood.resumed(*state["losses"])
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -108,9 +108,21 @@ class LastGood:
     """The window committed last, and the losses of the steps committed lately."""
 
     def __init__(self, window: Sequence[Any], loss: float) -> None:
-        self.window = window
+        self.window: Sequence[Any] = window
         self.losses = Recent(20, [loss])
         self.first = self.lowest = loss
+
+    @classmethod
+    def resumed(cls, first: float, lowest: float, losses: Sequence[float]) -> LastGood:
+        good = cls((), first)
+        good.lowest = lowest
+        good.losses = Recent(20, losses)
+        return good
+
+    def forget(self) -> None:
+        """The run went back: what was good lately is no longer of this state."""
+        self.window = ()
+        self.losses.values.clear()
 
     def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
         self.window = window

@@ -21,7 +21,9 @@ def make_net():
 def start(tmp_path):
     """A trainer on directory `name`; `die_at` ends the process's run at that attempted step, wherever it then is."""
 
-    def make(name, die_at=None, cls=SafeTrainer, model=None, optimizer=None, scheduler=None, seed_of_process=0, **parts):
+    def make(
+        name, die_at=None, cls=SafeTrainer, model=None, optimizer=None, scheduler=None, seed_of_process=0, **parts
+    ):
         class Dying(cls):
             def on_commit(self, view):
                 super().on_commit(view)
@@ -65,7 +67,9 @@ def check_exact(start):
         expected = whole.fit()
         pieces = None
         for index, die_at in enumerate((*deaths, None)):
-            pieces = start("pieces", die_at, train_data=data(), **parts, seed_of_process=0 if index == 0 else 100 + index)
+            pieces = start(
+                "pieces", die_at, train_data=data(), **parts, seed_of_process=0 if index == 0 else 100 + index
+            )
             if die_at is None:
                 result = pieces.fit(resume=True)
             else:

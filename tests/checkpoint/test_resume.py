@@ -119,7 +119,9 @@ def test_other_schedulers_and_optimizers(check_exact):
     plateau = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
     momentum = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
     config = {"seed": 3, "loop": {"max_steps": 20, "eval_every": 3}, "data": {"batch_size": 8}}
-    check_exact(data=lambda: Counting(), scheduler=plateau, optimizer=momentum, eval_data=make_batches(1), config=config)
+    check_exact(
+        data=lambda: Counting(), scheduler=plateau, optimizer=momentum, eval_data=make_batches(1), config=config
+    )
 
 
 @pytest.mark.parametrize(

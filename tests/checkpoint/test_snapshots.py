@@ -27,7 +27,7 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
     live = state()
     for step in range(6):
         live.tensors["model/w"].fill_(step)
-        assert ring.take(step, live) == {}
+        assert not ring.take(step, live).problems
     assert (len(ring), ring.num_taken) == (2, 6)
     assert ring.num_bytes == 3 * live.num_bytes
     assert ring.first.state.tensors["model/w"].tolist() == [0.0] * 4
@@ -51,9 +51,9 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
 def test_the_audit_refuses(bad, what):
     ring = SnapshotRing(3, 0)
     ring.take(0, state())
-    assert list(ring.take(1, bad)) == [what]
+    assert list(ring.take(1, bad).problems) == [what]
     assert len(ring) == 0
-    assert ring.take(2, state(999.0, moment=400.0, bias=9.0)) == {}
+    assert not ring.take(2, state(999.0, moment=400.0, bias=9.0)).problems
 
 
 def test_trust_is_earned_by_healthy_steps_in_a_row():
@@ -68,6 +68,17 @@ def test_trust_is_earned_by_healthy_steps_in_a_row():
     assert not ring._ring[0].trusted
     ring.committed(1)
     assert ring._ring[0].trusted
+
+
+def test_growth_that_stays_is_accepted_unless_it_is_beyond_reason():
+    ring = SnapshotRing(3, trust_after=1)
+    ring.take(0, state())
+    grown = state(5e4)
+    audit = ring.take(1, grown)
+    assert audit.problems
+    assert not audit.is_fatal
+    assert not ring.take(2, grown, allow_growth=True).problems
+    assert ring.take(3, state(1e30), allow_growth=True).is_fatal
 
 
 def test_the_only_trusted_snapshot_is_not_overwritten():
@@ -122,9 +133,7 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
                 assert snapshot.trusted
                 assert self.run.result.steps == self.scheduler.last_epoch == 10
                 assert_same(deep_state(self), self.at_ten)
-                assert_same(
-                    TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"]
-                )
+                assert_same(TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"])
                 assert torch.equal(RandomState.capture().torch_cpu, snapshot.state.rest["random"]["torch_cpu"])
                 assert (self.run.num_refusals, self.stream.num_consumed) == (refusals, consumed + 2)
                 assert len(self.run.result.incidents) == 1
@@ -193,7 +202,9 @@ def test_snapshots_change_no_number(train):
     weights = []
     for num, every in enumerate((None, 1, 7)):
         torch.manual_seed(3)
-        trainer = train(SafeTrainer, make_batches_of_seed(), num, checkpoint={"snapshot_every": every, "every_steps": every})
+        trainer = train(
+            SafeTrainer, make_batches_of_seed(), num, checkpoint={"snapshot_every": every, "every_steps": every}
+        )
         trainer.fit()
         weights.append(trainer.model.state_dict())
     assert_same(weights[0], weights[1])

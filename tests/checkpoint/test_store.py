@@ -175,21 +175,30 @@ def test_keep_last_best_and_every(tmp_path):
     assert (os.readlink(directory / "best"), os.readlink(directory / "last")) == ("step-00000004", "step-00000012-1")
 
 
-def test_a_bad_state_stops_the_run_with_an_incident_also_in_the_background(tmp_path):
-    for background in (False, True):
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("ladder", [["rollback"], ["disk"], []])
+def test_a_bad_state_is_never_saved_and_the_run_goes_back_or_stops(tmp_path, background, ladder):
+    class Spoiling(SafeTrainer):
+        def on_commit(self, view):
+            if view.step == 4:
+                self.ema.weights["0.bias"][0] = math.nan
 
-        class Spoiling(SafeTrainer):
-            def on_commit(self, view):
-                if view.step == 4:
-                    self.ema.weights["0.bias"][0] = math.nan
-
-        config = {"checkpoint": {"every_steps": 5, "async": background}, "loop": {"ema": 0.9}}
-        trainer = train(tmp_path / str(background), Spoiling, **config, guards={"finite": {"state_every": 100}})
+    config = {
+        "checkpoint": {"every_steps": 5, "async": background},
+        "loop": {"ema": 0.9},
+        "recovery": {"ladder": ladder},
+    }
+    trainer = train(tmp_path / "run", Spoiling, **config, guards={"finite": {"state_every": 100}})
+    if ladder:
+        result = trainer.fit()
+        assert result.rollbacks == 1
+    else:
         with pytest.raises(TrainingStopped, match=r"not saved: ema 0\.bias"):
             trainer.fit()
-        loaded = CheckpointStore(trainer.run.dir / "checkpoints").load_newest()
-        assert loaded.manifest.step == 0
-        assert trainer.run.result.incidents[-1].trigger.guard == "audit"
+        assert CheckpointStore(trainer.run.dir / "checkpoints").load_newest().manifest.step == 0
+    incident = trainer.run.result.incidents[0]
+    assert incident.trigger.guard == "audit"
+    assert "ema 0.bias" in incident.decision.reasons[0]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -267,5 +276,7 @@ def test_extra_state_transient_buffers_and_tied_weights_survive(tmp_path):
     config = {"logging": {"console": "off", "tensorboard": False}}
     SafeTrainer(Net(), loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit()
     model = Net()
-    SafeTrainer(model, loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit(resume=True)
+    SafeTrainer(model, loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit(
+        resume=True
+    )
     assert (model.seen, model.count.item()) == (5, 5.0)

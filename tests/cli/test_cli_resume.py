@@ -107,6 +107,8 @@ def test_changes_are_applied_refused_or_forced(capfd: pytest.CaptureFixture[str]
     assert run(["resume", "run", "data.batch_size=6", "loop.max_steps=22", "--force"]) == 0
     assert run(["resume", "run", "model.width=9", "--force"]) == 2
     assert "does not fit this model" in capfd.readouterr().err
+    assert run(["resume", "run", "loop.max_steps=23"]) == 0  # what failed has changed nothing
+    assert steps_of("run") == list(range(23))
 
 
 def test_there_must_be_a_run(capfd: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,7 @@ def test_rollback_accepts_a_level_that_going_back_did_not_change():
         ([2.0] * 30, [1.0] * 10 + [0.0] * 20, Action.ROLLBACK, "dead"),
         ([2.0] * 30, [1.0] * 10 + [1e-12] * 20, Action.ROLLBACK, "dead"),
         ([2.0] * 30, [0.0] * 30, Action.ROLLBACK, "dead"),
+        ([2.0] * 60, [1.0] * 10 + [1e27] + [8.0] * 49, Action.COMMIT, ""),  # one outlier does not make the rest vanish
         ([0.0] * 30, [0.0] * 30, Action.COMMIT, ""),  # a margin that every sample satisfies
         ([1.0] * 20 + [9.5] * 41, [1.0] * 61, Action.ROLLBACK, "exactly 9.5"),
         ([1.0 + step for step in range(60)], [1.0] * 60, Action.ROLLBACK, "never below its start"),

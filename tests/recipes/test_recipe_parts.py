@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small import assert_same
 from torch import nn
 from torch.nn import functional as F
 
@@ -243,6 +244,31 @@ def test_advantages_without_a_critic_are_discounted_returns():
     no, zeros = torch.zeros(3, 1, dtype=torch.bool), torch.zeros(3, 1)
     experience = {"values": zeros, "rewards": torch.ones(3, 1), "over": no, "failed": no}
     assert rollouts.advantages(experience, torch.zeros(1)).flatten().tolist() == [1.75, 1.5, 1.0]
+
+
+def test_play_goes_on_from_a_saved_state():
+    def rollouts():
+        made = get("policy_gradient:Rollouts")(num_envs=3, horizon=8, batch_size=5, num_passes=2)
+        made.policy = policy
+        return made
+
+    def take(data, count):
+        """Batches, one play after the other."""
+        batches = []
+        while len(batches) < count:
+            for batch in data:
+                batches.append(batch)
+                if len(batches) == count:
+                    break
+        return batches
+
+    policy = get("policy_gradient:ActorCritic")()
+    first, second = rollouts(), rollouts()
+    take(first, 13)  # in the middle of the second play
+    state = first.state_dict()
+    expected = take(first, 20)
+    second.load_state_dict(state)
+    assert_same(expected, take(second, 20))
 
 
 def test_the_physics_are_those_of_gymnasium():

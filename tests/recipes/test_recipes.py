@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from recipe_runs import load, needs
 from small import assert_same
 
-from safetrain import SafeTrainer
+from safetrain import Interrupted, SafeTrainer
 from safetrain.cli.recipes import all_recipes, read_recipe
 from safetrain.config import Config, import_target
 
@@ -102,3 +104,16 @@ def test_the_seed_decides_the_run(row: Row, tmp_path: Path):
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_resumed_run_ends_with_the_same_weights(row: Row, tmp_path: Path):
+    config = load(row.name, f"loop.max_steps={row.steps}")
+    whole = build(config, tmp_path / "whole")
+    whole.fit()
+    interrupted = build(config, tmp_path / "run")
+    interrupted.on_commit = lambda view: os.kill(os.getpid(), signal.SIGTERM) if view.step == row.steps // 2 else None
+    with pytest.raises(Interrupted):
+        interrupted.fit()
+    resumed = build(config, tmp_path / "run")
+    assert resumed.fit(resume=True).steps == row.steps
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
