@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ class Copies:
         self.tensors: list[Tensor] = []
         self.value_of: dict[int, Tensor] = {}
         """The value of each tensor by its id."""
+        self._shapes: list[torch.Size] = []
         self._plain: list[Tensor] = []
         self._values: list[Tensor] = []
         self._odd: list[Tensor] = []
@@ -26,10 +28,7 @@ class Copies:
 
     def take(self, tensors: list[Tensor]) -> bool:
         """Remember the values. True if these are not the tensors of the last time."""
-        is_new = len(tensors) != len(self.tensors) or any(
-            now is not then or now.shape != self.value_of[id(then)].shape
-            for now, then in zip(tensors, self.tensors, strict=True)
-        )
+        is_new = not (self.are(tensors) and [tensor.shape for tensor in tensors] == self._shapes)
         if is_new:
             self._arrange(tensors)
         if self._plain:
@@ -38,12 +37,17 @@ class Copies:
             self.value_of[id(tensor)] = tensor.detach().clone()
         return is_new
 
+    def are(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the tensors that are remembered."""
+        return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+
     def _arrange(self, tensors: list[Tensor]) -> None:
         """Memory that fits is used again."""
         spare: dict[Any, list[Tensor]] = {}
         for value in self._values:
             spare.setdefault(layout_of(value), []).append(value)
         self.tensors = tensors
+        self._shapes = [tensor.shape for tensor in tensors]
         unique = list({id(tensor): tensor for tensor in tensors}.values())
         self._plain = [tensor.detach() for tensor in unique if _is_plain(tensor)]
         self._odd = [tensor for tensor in unique if not _is_plain(tensor)]

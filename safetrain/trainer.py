@@ -385,7 +385,7 @@ class SafeTrainer(TrainerParts):
     def _next_window(self) -> list[Any]:
         try:
             return self.stream.take(self.config.loop.grad_accum)
-        except RuntimeError:  # the signal that asks the run to end has ended the loader's workers
+        except Exception:  # the signal that asks the run to end has ended the loader's workers
             if self.run.signal is None:
                 raise
             return []

@@ -8,6 +8,7 @@ of a teacher, weights that are clamped) and even its batch, switches modules bet
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from .batch import map_tensors, tensors_in
 from .copies import Copies, layout_of
 from .gradients import numbers_of, peak
 from .rng import RandomState
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Transaction:
@@ -35,6 +38,8 @@ class Transaction:
         observers do so on purpose."""
         self._known: set[str] = set()
         self._buffers = Copies()
+        self._watched: list[tuple[str, Tensor]] = []
+        """The buffers of `begin` that are to stay finite."""
         self._weights = Copies()
         """Of the parameters that forward was seen to write to."""
         self._lost: list[str] = []
@@ -66,6 +71,7 @@ class Transaction:
                 owners.setdefault(module, path)
         self._modules = list(owners)
         self._paths = list(owners.values())
+        self._held = [module._buffers for module in owners]
         unique: dict[int, tuple[str, Tensor]] = {}
         for module, path in owners.items():
             for name, parameter in module._parameters.items():
@@ -74,7 +80,7 @@ class Transaction:
         for index, extra in enumerate(self._extra_parameters):
             unique.setdefault(id(extra), (f"<extra {index}>", extra))
         self._parameters = dict(unique.values())
-        self._unwritten = list(self._parameters.values())
+        self._unwritten = [parameter for parameter in self._parameters.values() if not parameter.is_inference()]
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -84,12 +90,13 @@ class Transaction:
         self.random_state = RandomState.capture()
         self._lost = []
         self._modes = [module.training for module in self._modules]
-        self._contents = [dict(module._buffers) for module in self._modules]
-        buffers = [buffer for held in self._contents for buffer in held.values() if buffer is not None]
-        if self._buffers.take(buffers):
-            self._mark_born_bad(self._named_buffers(self._contents))
+        self._contents = [dict(held) for held in self._held]
+        if self._buffers.take(_tensors(self._contents)):
+            named = self._named_buffers(self._contents)
+            self._mark_born_bad(named)
+            self._watched = [(path, buffer) for path, buffer in named if self._is_watched(path, buffer)]
         self._weights.take(self._weights.tensors)
-        self._versions = [_version(weight) for weight in self._unwritten]
+        self._versions = list(map(_VERSION, self._unwritten))
         self._batch = [tensor for batch in window for tensor in tensors_in(batch)]
         self._batch_versions = [_version(tensor) for tensor in self._batch]
         is_probe = self._is_first_step and bool(window)
@@ -100,7 +107,7 @@ class Transaction:
     @torch.no_grad()
     def notice_writes(self) -> None:
         """After backward: from now on remember what this step wrote to. Costs a look at the version counters."""
-        written = [index for index, weight in enumerate(self._unwritten) if _version(weight) != self._versions[index]]
+        written = self._changed_versions()
         if self._first_weights is not None:
             pairs = enumerate(zip(self._unwritten, self._first_weights, strict=True))
             written = [i for i, (now, then) in pairs if i in written or not _same_values(now.detach().cpu(), then)]
@@ -136,13 +143,12 @@ class Transaction:
 
         `replayed`: the step was restored before, and then replayed by someone who puts weights back.
         """
-        for module, held in zip(self._modules, self._contents, strict=True):
-            module._buffers.clear()  # new ones go, and a forward may have put other tensors in their places
-            module._buffers.update(held)
+        for held, before in zip(self._held, self._contents, strict=True):
+            held.clear()  # new ones go, and a forward may have put other tensors in their places
+            held.update(before)
         replaced = self._buffers.put_back()
-        for module in self._modules if replaced else ():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = replaced.get(id(buffer), buffer)
+        for held in self._held if replaced else ():
+            held.update({name: replaced.get(id(buffer), buffer) for name, buffer in held.items()})
         for module, training in zip(self._modules, self._modes, strict=True):
             module.training = training
         self._restore_weights(replayed)
@@ -152,8 +158,14 @@ class Transaction:
             else:
                 self._writes_batch = True
                 _warn("the step wrote to its batch for the first time, so a replay sees the batch as the step left it")
-        self._versions = [_version(weight) for weight in self._unwritten]
+        self._versions = list(map(_VERSION, self._unwritten))
         self._batch_versions = [_version(tensor) for tensor in self._batch]
+
+    def _changed_versions(self) -> list[int]:
+        now = list(map(_VERSION, self._unwritten))
+        if now == self._versions:
+            return []
+        return [index for index, version in enumerate(now) if version != self._versions[index]]
 
     def _restore_weights(self, replayed: bool) -> None:
         self._weights.put_back()
@@ -164,8 +176,7 @@ class Transaction:
                 if not _same_values(weight.detach().cpu(), value):
                     weight.copy_(value)
             return
-        written = [index for index, weight in enumerate(self._unwritten) if _version(weight) != self._versions[index]]
-        if written:
+        if written := self._changed_versions():
             self._remember(written)
         if self._lost:
             _warn(
@@ -191,10 +202,10 @@ class Transaction:
                 self.restore()
             return
         values = self._buffers.value_of
-        for module, held in zip(self._modules, self._contents, strict=True):
-            for name, buffer in held.items():
+        for held, before in zip(self._held, self._contents, strict=True):
+            for name, buffer in before.items():
                 if buffer is not None:
-                    current = module._buffers[name]
+                    current = held[name]
                     assert current is not None
                     current.copy_(torch.where(bad, values[id(buffer)], current))
         for weight in self._weights.tensors:
@@ -206,10 +217,10 @@ class Transaction:
         ):
             return True
         return any(
-            module._buffers.keys() != held.keys()
-            or any(layout_of(module._buffers[name]) != layout_of(buffer) for name, buffer in held.items())
-            for module, held in zip(self._modules, self._contents, strict=True)
-            if held or module._buffers
+            held.keys() != before.keys()
+            or any(layout_of(held[name]) != layout_of(buffer) for name, buffer in before.items())
+            for held, before in zip(self._held, self._contents, strict=True)
+            if before or held
         )
 
     # ---- what the guards and the audit look at -----------------------------------------------------------------
@@ -233,8 +244,10 @@ class Transaction:
 
     def buffers_now(self) -> list[tuple[str, Tensor]]:
         """Floating-point buffers that were finite when they came to be, and the parameters that forward writes to."""
-        found = []
-        for path, buffer in self._named_buffers([module._buffers for module in self._modules]):
+        found: list[tuple[str, Tensor]] = []
+        if self._buffers.are(_tensors(self._held)):
+            return self._watched + self._written_weights(lambda weight: weight.detach())
+        for path, buffer in self._named_buffers(self._held):
             if self._is_watched(path, buffer):
                 # One that is made in this step may hold a mask of -inf; NaN is never meant.
                 found.append((path, buffer if path in self._known else _without_inf(buffer)))
@@ -250,6 +263,7 @@ class Transaction:
         """No longer watch the buffers that are not finite now; their names."""
         names = [path for path, buffer in self.buffers_now() if not _is_finite(buffer)]
         self.born_bad.update(names)
+        self._watched = [(path, buffer) for path, buffer in self._watched if path not in self.born_bad]
         return names
 
     @property
@@ -281,6 +295,10 @@ class Transaction:
         new = [(name, tensor) for name, tensor in named if name not in self._known]
         self._known.update(name for name, _ in new)
         self.born_bad.update(name for name, tensor in new if not _is_finite(tensor))
+
+
+def _tensors(contents: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    return [tensor for held in contents if held for tensor in held.values() if tensor is not None]
 
 
 def _joined(path: str, name: str) -> str:
