@@ -75,7 +75,9 @@ def _with_absolute_rungs(tree: Node) -> Node:
         else rung
         for rung in ladder.value
     ]
-    recovery = dataclasses.replace(recovery, value={**recovery.value, "ladder": dataclasses.replace(ladder, value=rungs)})
+    recovery = dataclasses.replace(
+        recovery, value={**recovery.value, "ladder": dataclasses.replace(ladder, value=rungs)}
+    )
     return dataclasses.replace(tree, value={**tree.value, "recovery": recovery})
 
 
