@@ -39,6 +39,11 @@ class FitResult:
     """Copies of the state in memory: `num_taken`, `seconds` spent on them, `bytes` held."""
     checkpoints: dict[str, float] = field(default_factory=dict)
     """On disk: `num_saved` by this process, and `seconds_blocked`, for which training waited."""
+    islands: dict[str, Any] = field(default_factory=dict)
+    """fp32 islands that recovery has grown: their `modules`, and the `yaml` that makes them permanent."""
+    patches: list[dict[str, Any]] = field(default_factory=list)
+    """Operations that recovery replaced by their safe variant: `file`, `line`, `code`, `operations`, `num_uses`, and the `fix`
+    that makes it permanent."""
     run_dir: Path | None = None
 
     @property
@@ -66,6 +71,8 @@ class FitResult:
             "seconds": round(self.seconds, 3),
             "snapshots": self.snapshots,
             "checkpoints": self.checkpoints,
+            "islands": self.islands,
+            "patches": self.patches,
             "incidents": [i.to_dict() for i in self.incidents],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }

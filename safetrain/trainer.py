@@ -225,6 +225,7 @@ class SafeTrainer(TrainerParts):
         if before is not None:
             if self.audit.bad_state():
                 before.restore_training(self)
+                self.transaction.expect_weights()
                 return False
             self.careful_steps -= 1
         self.engine.update_scale()
@@ -341,6 +342,7 @@ class SafeTrainer(TrainerParts):
             self._keeper = Keeper(self)
             stack.push(lambda kind, error, trace: self._keeper.close(error))
             stack.callback(self.stream.close)
+            stack.callback(self.bench.tell_changes)
             if self.config.loop.deterministic:
                 stack.enter_context(deterministic_algorithms())
             for guard in self.guards:

@@ -185,6 +185,10 @@ class Transaction:
             )
             self._lost = []
 
+    def expect_weights(self) -> None:
+        """Someone else moved the weights and put them back: that was no write of the step's."""
+        self._versions = [_version(weight) for weight in self._unwritten]
+
     def rewind(self) -> None:
         """As `restore`, and the random state too: what follows sees exactly what the step saw."""
         self.restore()

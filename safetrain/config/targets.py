@@ -60,7 +60,25 @@ def with_absolute_targets(tree: Node) -> Node:
         absolute = dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
         return dataclasses.replace(node, value={**node.value, TARGET: absolute})
 
-    return rewrite(tree, change)
+    return _with_absolute_rungs(rewrite(tree, change))
+
+
+def _with_absolute_rungs(tree: Node) -> Node:
+    """`recovery.ladder` lists targets without a section around them."""
+    recovery = tree.get("recovery")
+    ladder = None if recovery is None else recovery.get("ladder")
+    if recovery is None or ladder is None or not isinstance(ladder.value, list):
+        return tree
+    rungs = [
+        dataclasses.replace(rung, value=absolute_target(rung.value, rung.place.directory))
+        if isinstance(rung.value, str)
+        else rung
+        for rung in ladder.value
+    ]
+    recovery = dataclasses.replace(
+        recovery, value={**recovery.value, "ladder": dataclasses.replace(ladder, value=rungs)}
+    )
+    return dataclasses.replace(tree, value={**tree.value, "recovery": recovery})
 
 
 # --- checking ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 from ..guards import DEFAULT, REGISTRY
 from .fields import Field, Rejected, fields_of, show
-from .schema import Config
+from .resolve import NotDefined
+from .schema import LADDER, Config
+from .signatures import find_definition
 from .spelling import suggest
-from .targets import check_target
+from .targets import check_target, split_target
 from .tree import BROKEN, TARGET, KeyPath, Node, Problems, plain
 
 
@@ -34,6 +36,8 @@ def _section(node: Node, cls: type, path: KeyPath, problems: Problems) -> Node:
             checked[key] = _guards(child, problems)
         else:
             checked[key] = _value(child, fields[key], (*path, key), problems)
+            if (*path, key) == ("recovery", "ladder"):
+                _check_rungs(checked[key], problems)
     return dataclasses.replace(node, value=checked)
 
 
@@ -105,6 +109,24 @@ def _guards(node: Node, problems: Problems) -> Node:
         else:
             checked[name] = _section(child, REGISTRY[name].Config, path, problems)
     return dataclasses.replace(node, value=checked)
+
+
+def _check_rungs(ladder: Node, problems: Problems) -> None:
+    for rung in ladder.value if isinstance(ladder.value, list) else ():
+        name, path = rung.value, ("recovery", "ladder")
+        if not isinstance(name, str) or name in LADDER:
+            continue
+        if "." not in name:
+            hint = suggest(name, LADDER)
+            problems.add(
+                rung.place, path, f"unknown rung {name!r}{hint} (one of your own is pkg.mod.Class or ./file.py:Class)"
+            )
+            continue
+        try:
+            file, name = split_target(name)
+            find_definition(name, file)
+        except (ValueError, NotDefined) as error:
+            problems.add(rung.place, path, str(error))
 
 
 def complete_guards(guards: Node, defaults: Node) -> Node:

@@ -37,6 +37,7 @@ class Islands(Guard):
         self.grown: list[str] = []  # names of modules, or `loss`
         self._model: nn.Module | None = None
         self._remove: list[Callable[[], None]] = []
+        self._remove_grown: dict[str, Callable[[], None]] = {}
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         from ..modules import matching
@@ -58,6 +59,13 @@ class Islands(Guard):
         if name not in self.grown:
             self._install(model, [name])
             self.grown.append(name)
+            self._remove_grown[name] = self._remove[-1]
+
+    def shrink(self, name: str) -> None:
+        """Take back what was just grown: it did not help."""
+        if (remove := self._remove_grown.pop(name, None)) is not None:
+            remove()
+            self.grown.remove(name)
 
     def yaml(self) -> str:
         """The config that makes the islands grown so far permanent; empty when none was."""

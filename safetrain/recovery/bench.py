@@ -13,6 +13,7 @@ from ..batch import copied
 from ..bundle import write_replay
 from ..errors import CheckpointError
 from ..forensics import Effort, Step, diagnose
+from ..guards.islands import Islands
 from ..incident import Origin
 from ..rng import undisturbed_rng
 from ..verdict import Action
@@ -20,6 +21,10 @@ from .case import Case, LastGood
 
 if TYPE_CHECKING:
     from ..trainer import SafeTrainer
+
+
+MAX_OVERFLOWS = 40
+"""Attempts at one step while the fp16 loss scaler looks for its scale; it halves it each time."""
 
 
 class Workbench:
@@ -67,7 +72,9 @@ class Workbench:
         effort = Effort(
             remedies=trainer.config.forensics.remedies, is_known=lambda origin: _place(origin) in self._known
         )
-        diagnosis = diagnose(step, effort)
+        with trainer.patches.uncounted():  # the step ran with them
+            diagnosis = diagnose(step, effort)
+        trainer.transaction.expect_weights()  # the update was tried on them
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
         if diagnosis.origin.op is not None:
@@ -95,17 +102,25 @@ class Workbench:
     def try_again(self, case: Case, window: Sequence[Any]) -> bool:
         """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
         trainer = self._trainer
-        trainer.transaction.rewind()
-        try:
-            measurement, limits = trainer._attempt(window)
-        except Exception:  # what made the step raise the first time does so again: no help, and told already
-            trainer._undo(case.view)
-            return False
-        view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
-        decision = trainer._judge(view)
-        if decision.action is Action.COMMIT:
-            return trainer._commit(measurement, view, decision, window)
-        trainer._undo(view)
+        for _ in range(MAX_OVERFLOWS):
+            trainer.transaction.rewind()
+            try:
+                measurement, limits = trainer._attempt(window)
+            except Exception:  # what made the step raise the first time does so again: no help, and told already
+                break
+            view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
+            decision = trainer._judge(view)
+            if decision.action is not Action.COMMIT:
+                break
+            if not view.scaler_overflow:
+                if trainer._commit(measurement, view, decision, window):
+                    return True
+                break
+            # fp16: not yet a step that can be committed. The scaler lowers its scale, as it does in any step.
+            trainer.transaction.restore()
+            trainer.engine.update_scale()
+            trainer._clear_gradients()
+        trainer._undo(case.view)
         return False
 
     def bad_micro_batches(self, case: Case) -> list[int]:
@@ -158,12 +173,23 @@ class Workbench:
     def grow_island(self, module: str) -> None:
         self._trainer.guard("islands").grow(self._trainer.model, module)
 
+    def shrink_island(self, module: str) -> None:
+        self._trainer.guard("islands").shrink(module)
+
     def patch(self, case: Case) -> str | None:
-        return None if case.patch is None else self._trainer.patches.add(case.patch)
+        return None if case.patch is None else self._trainer.patches.add(case.patch, case.incident.fix)
 
     def unpatch(self, case: Case) -> None:
         if case.patch is not None:
             self._trainer.patches.remove(case.patch)
+
+    def tell_changes(self) -> None:
+        """Put what was changed of the computation, and how to make it permanent, into the result."""
+        trainer = self._trainer
+        islands = next((guard for guard in trainer.guards if isinstance(guard, Islands)), None)
+        if islands is not None and islands.grown:
+            trainer.run.result.islands = {"modules": list(islands.grown), "yaml": islands.yaml()}
+        trainer.run.result.patches = trainer.patches.to_plain()
 
     def state_dict(self) -> dict[str, Any]:
         good = self._trainer.last_good

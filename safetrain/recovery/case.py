@@ -175,8 +175,11 @@ class Bench(Protocol):
     def grow_island(self, module: str) -> None:
         """Keep a module in float32 from now on."""
 
+    def shrink_island(self, module: str) -> None:
+        """Take that back."""
+
     def patch(self, case: Case) -> str | None:
-        """From now on, run the safe variant of the operation at the incident's line; says which, or None if there is none."""
+        """From now on, run the safe variant of the operation at the incident's line; says which, or None if it does already."""
 
     def unpatch(self, case: Case) -> None:
         """Take that back."""

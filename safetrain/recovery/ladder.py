@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.schema import RecoveryConfig
+from ..config.spelling import suggest
+from ..config.targets import import_target
+from ..errors import ConfigError
 from ..verdict import Action
 from .case import Bench, Case, Settlement
 from .rungs import RUNGS, Rung
@@ -16,9 +19,9 @@ from .rungs import RUNGS, Rung
 class Ladder:
     def __init__(self, config: RecoveryConfig, rungs: Sequence[Rung] | None = None) -> None:
         self.config = config
-        self.rungs = [RUNGS[name]() for name in config.ladder] if rungs is None else list(rungs)
+        self.rungs = [make_rung(name) for name in config.ladder] if rungs is None else list(rungs)
         self.spent: Counter[str] = Counter()
-        """How often each rung was climbed; never rewound by a rollback."""
+        """How often each rung was climbed, by its purse; never rewound by a rollback."""
         self.num_refused = 0
 
     def settle(self, case: Case, bench: Bench) -> Settlement:
@@ -30,11 +33,12 @@ class Ladder:
             if not self._allowed(rung) or not rung.fits(case):
                 continue
             budget = rung.budget(self.config)
-            if self.spent[rung.name] >= budget:
+            if self.spent[rung.purse] >= budget:
                 notes.append(f"{rung.name}: its budget of {budget} is spent")
                 continue
-            self.spent[rung.name] += 1
             outcome = rung.climb(case, bench)
+            if isinstance(outcome, Settlement) or rung.failures_count:
+                self.spent[rung.purse] += 1
             if isinstance(outcome, Settlement):
                 reasons = [*notes, *(f"{rung.name}: {reason}" for reason in outcome.reasons)]
                 return self._bounded(replace(outcome, reasons=reasons))
@@ -53,10 +57,25 @@ class Ladder:
         return Settlement(Action.STOP, [*outcome.reasons, reason])
 
     def _allowed(self, rung: Rung) -> bool:
-        return not rung.changes_the_computation or rung.name in self.config.heal
+        is_ours = type(rung) in RUNGS.values()  # who puts one of their own on the ladder has allowed it
+        return not (rung.changes_the_computation and is_ours) or rung.name in self.config.heal
 
     def state_dict(self) -> dict[str, Any]:
         return {"spent": dict(self.spent), "num_refused": self.num_refused}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.spent, self.num_refused = Counter(state["spent"]), state["num_refused"]
+
+
+def make_rung(name: str) -> Rung:
+    """One of ours by its name, or the user's by `package.module.Class` or `file.py:Class`."""
+    if name in RUNGS:
+        return RUNGS[name]()
+    if "." not in name:
+        raise ConfigError(f"recovery.ladder: unknown rung {name!r}{suggest(name, RUNGS)}")
+    found = import_target(name)
+    if not (isinstance(found, type) and issubclass(found, Rung)):
+        raise ConfigError(
+            f"recovery.ladder: {name!r} is not a rung; let it be a subclass of safetrain.recovery.Rung with fits and climb"
+        )
+    return found()

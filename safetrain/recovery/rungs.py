@@ -15,15 +15,25 @@ RUNGS: dict[str, type[Rung]] = {}
 
 
 class Rung:
-    """One way out. Registered under its class name in snake case, which is its name in `recovery.ladder`."""
+    """One way out. Its name is its class name in snake case; ours are known by it in `recovery.ladder`, yours by where it is.
+
+    A rung of your own needs `fits` and `climb`, and `budget` if it should not be that of retries.
+    """
 
     name: ClassVar[str]
+    purse: ClassVar[str]
+    """What its budget is spent from: its name, unless several rungs share one."""
     changes_the_computation: ClassVar[bool] = False
-    """Only used when `recovery.heal` lists it."""
+    """One of ours is then only used when `recovery.heal` lists it."""
+    failures_count: ClassVar[bool] = True
+    """Trying it costs something even if it does not help, so that counts too."""
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-        RUNGS[cls.name] = cls
+        if "purse" not in vars(cls):
+            cls.purse = cls.name
+        if cls.__module__ == __name__:  # one of the user's hides none of ours
+            RUNGS[cls.name] = cls
 
     def budget(self, config: RecoveryConfig) -> int:
         """How often this rung may be climbed in a run."""
@@ -109,6 +119,7 @@ class Island(Rung):
         assert case.island is not None
         bench.grow_island(case.island)
         if not bench.try_again(case, case.window):
+            bench.shrink_island(case.island)
             return "it did not keep the step finite"
         return Settlement(Action.COMMIT, [f"{case.island or 'the model'} is kept in float32 from now on"])
 
@@ -127,7 +138,7 @@ class Patch(Rung):
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
         patched = bench.patch(case)
         if patched is None:
-            return "there is no safe variant to put at that line"
+            return "its safe variant runs at that line already"
         if not bench.try_again(case, case.window):
             bench.unpatch(case)
             return "it did not keep the step finite"
@@ -160,6 +171,7 @@ class Rollback(Rung):
     """Go back to the newest trusted snapshot, or an older one when that did not help, past the data that led here."""
 
     to: ClassVar[str] = "trusted"
+    failures_count = False  # finding nothing to go back to costs nothing
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_rollbacks
@@ -178,6 +190,7 @@ class Disk(Rollback):
     """Go back to the newest checkpoint on disk that verifies."""
 
     to = "disk"
+    purse = "rollback"
 
 
 class Restart(Rollback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 
@@ -91,6 +92,13 @@ class Console(Sink):
         if result.incidents:
             steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
             self._say(f"incidents: {len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents")
+        if result.islands:
+            self._say("kept in float32 by recovery; to make it permanent, add to the config:")
+            self._say(textwrap.indent(result.islands["yaml"].rstrip(), "  "))
+        for patch in result.patches:
+            names = ", ".join(patch["operations"] or ["what is unsafe"])
+            self._say(f"{names} at {patch['file']}:{patch['line']} ran as its safe variant, {patch['num_uses']} times")
+            self._say(f"  {patch['code']}\n  to make it permanent: {patch['fix']}")
         self._say("what to run next:")
         self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
         self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")

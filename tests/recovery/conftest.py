@@ -1,0 +1,71 @@
+"""Runs with a fault, and what their records say of it."""
+
+import json
+
+import pytest
+import torch
+from records import journal
+from small import make_model, mse
+
+from safetrain import SafeTrainer, TrainingStopped
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """A quiet SafeTrainer whose ladder has the named rungs only; other parts of `recovery` as keywords of `recovery`."""
+    made = []
+
+    def make(*ladder, model=None, cls=SafeTrainer, config=None, recovery=None, **parts):
+        config = dict(config or {})
+        config["recovery"] = {**({"ladder": list(ladder)} if ladder else {}), **(recovery or {})}
+        config.setdefault("logging", {"console": "off", "tensorboard": False})
+        run_dir = parts.pop("run_dir", tmp_path / f"run-{len(made)}")
+        parts.setdefault("loss_fn", mse)
+        trainer = cls(make_model(dropout=0.0) if model is None else model, config=config, run_dir=run_dir, **parts)
+        made.append(trainer)
+        return trainer
+
+    return make
+
+
+@pytest.fixture
+def check_saved():
+    """Train; the run must come to its end with finite weights, and its records must tell of the incidents."""
+
+    def check(trainer, *, steps, incidents, rung, said):
+        """`incidents`: the action by step. `said` must be in the reasons of each, after the name of the rung."""
+        result = trainer.fit()
+        assert result.status == "done"
+        assert result.steps == steps
+        assert {incident.step: incident.decision.action for incident in result.incidents} == incidents
+        assert all(torch.isfinite(tensor).all() for tensor in trainer.model.state_dict().values())
+        for incident in result.incidents:
+            assert any(r.startswith(f"{rung}: ") and said in r for r in incident.decision.reasons), incident.decision
+        summary = json.loads((result.run_dir / "summary.json").read_text())
+        assert [i["decision"]["action"] for i in summary["incidents"]] == list(incidents.values())
+        events = journal(result)
+        assert [event["step"] for event in events if event["event"] == "incident"] == list(incidents)
+        return result
+
+    return check
+
+
+@pytest.fixture
+def check_stopped():
+    """Train; the run must stop with these words, and nothing bad may have been applied."""
+
+    def check(trainer, *words):
+        with pytest.raises(TrainingStopped) as stopped:
+            trainer.fit()
+        result = stopped.value.result
+        assert result.status == "stopped"
+        assert stopped.value.incident.decision.action == "stop"
+        for word in words:
+            assert any(word in reason for reason in stopped.value.incident.decision.reasons), (
+                word, stopped.value.incident.decision.reasons,
+            )  # fmt: skip
+            assert word in str(stopped.value)
+        assert journal(result)[-1]["status"] == "stopped"
+        return result
+
+    return check

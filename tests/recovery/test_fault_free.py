@@ -1,0 +1,50 @@
+"""On a run without a fault all the guards, snapshots and the ladder change no bit, apart from clipping."""
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import assert_same
+
+from safetrain.guards import DEFAULT
+
+BENCH = Path(__file__).parents[2] / "scripts" / "faultbench.py"
+NUM_STEPS = 80  # past every warm-up, a snapshot and the look at whether anything was learned
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """The three tasks that faults are measured on."""
+    spec = importlib.util.spec_from_file_location("faultbench", BENCH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faultbench"] = module
+    spec.loader.exec_module(module)
+    yield module.TASKS
+    del sys.modules["faultbench"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "convnet"])
+def test_guards_that_do_not_fire_change_no_bit(make_trainer, tasks, name):
+    task, states = tasks[name](0, False), []
+    for guards in ({"clip": None}, None):
+        model = copy.deepcopy(task.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
+        config = {"seed": 0, "guards": guards, "loop": {"max_steps": NUM_STEPS}}
+        trainer = make_trainer(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            loss_fn=task.loss,
+            train_data=task.batches,
+            config=config,
+        )
+        result = trainer.fit()
+        assert result.healthy
+        assert result.steps == result.attempted == NUM_STEPS
+        assert {guard.name for guard in trainer.guards} == (set() if guards is None else {*DEFAULT} - {"clip"})
+        states.append([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
+    assert_same(*states)

@@ -1,0 +1,215 @@
+"""Rungs that give a step up: skip it, go back, start again, or stop. Each alone saves the run, and each ends with its budget."""
+
+import math
+
+import pytest
+import torch
+from records import journal
+from small import assert_same, make_batches, make_model
+from torch import nn
+from torch.nn import functional as F
+
+from safetrain import SafeTrainer
+
+KEEP = {"checkpoint": {"snapshot_every": 5, "trust_after": 2}}
+DISK = {"checkpoint": {"snapshot_every": None, "every_steps": 5}}
+
+
+class Spoiling(SafeTrainer):
+    """A weight becomes NaN after each of these attempted steps. Keeps which batches were seen, and what guards had learned."""
+
+    at = (12,)
+
+    def training_step(self, model, batch):
+        if torch.is_grad_enabled():
+            seen = vars(self).setdefault("seen", {})
+            seen.setdefault(self.step, float(batch[1][0, 0].detach()))
+        return super().training_step(model, batch)
+
+    def on_commit(self, view):
+        learned = vars(self).setdefault("learned", {})
+        learned[view.step] = {guard.name: guard.state_dict() for guard in self.guards}
+        if view.step in self.at:
+            with torch.no_grad():
+                self.model[0].weight[0, 0] = math.nan
+
+
+class Twice(Spoiling):
+    at = (12, 14)
+
+
+def rollbacks_of(result):
+    return [(e["to_step"], e["committed"], e["source"]) for e in journal(result) if e["event"] == "rollback"]
+
+
+def test_bad_batches_are_skipped_as_if_they_had_not_been_there(make_trainer, check_saved):
+    batches, states = make_batches(12, bad=(4, 8)), []
+    for data in ([b for i, b in enumerate(batches) if i not in (4, 8)], batches):
+        torch.manual_seed(1)
+        trainer = make_trainer("skip", train_data=data)
+        if data is batches:
+            result = trainer.fit()
+            assert [(i.step, i.decision.action) for i in result.incidents] == [(4, "skip"), (8, "skip")]
+            assert [e["action"] for e in journal(result) if e["event"] == "step"].count("skip") == 2
+            assert (result.steps, result.skipped) == (10, 2)
+        else:
+            assert trainer.fit().healthy
+        states.append([trainer.model.state_dict(), trainer.optimizer.state_dict()])
+    assert_same(*states)
+
+
+def test_skipping_ends_with_its_budget(make_trainer, check_stopped):
+    trainer = make_trainer("skip", train_data=make_batches(12, bad=(4, 6, 8)), recovery={"max_refusals": 2})
+    result = check_stopped(trainer, "3 refused steps in this run, recovery.max_refusals is 2")
+    assert (result.steps, result.skipped) == (6, 3)
+
+
+def test_a_ruined_state_is_left_for_the_newest_trusted_snapshot(make_trainer, check_saved):
+    trainer = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP)
+    said = "went back to the state of step 10 (memory), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="rollback", said=said)
+    assert rollbacks_of(result) == [(10, 10, "trusted")]
+    assert result.rollbacks == 1
+
+
+def test_a_rollback_that_repeats_goes_to_an_older_snapshot(make_trainer, check_saved):
+    trainer = make_trainer("rollback", cls=Twice, train_data=make_batches(30), config=KEEP)
+    result = check_saved(
+        trainer,
+        steps=19,
+        incidents={13: "rollback", 15: "rollback"},
+        rung="rollback",
+        said="went back to the state of step",
+    )
+    assert rollbacks_of(result) == [(10, 10, "trusted"), (5, 5, "trusted")]
+
+
+def test_the_data_goes_on_and_no_batch_is_met_again(make_trainer):
+    batches = make_batches(30)
+    trainer = make_trainer("rollback", cls=Twice, train_data=batches, config=KEEP)
+    trainer.fit()
+    assert list(trainer.seen.values()) == [float(targets[0, 0]) for _, targets in batches]
+
+
+class Looking(Spoiling):
+    def on_incident(self, incident):
+        self.after_rollback = {guard.name: guard.state_dict() for guard in self.guards}
+
+
+def test_the_guards_baselines_are_those_of_the_snapshot(make_trainer):
+    trainer = make_trainer("rollback", cls=Looking, train_data=make_batches(30), config=KEEP)
+    trainer.fit()
+    assert trainer.after_rollback == trainer.learned[9]  # the snapshot was taken after the tenth step
+    assert trainer.after_rollback != trainer.learned[12]
+
+
+class TransientAndSpoiling(Spoiling):
+    """A NaN that does not come again at step 11, between the snapshot and the ruin."""
+
+    def training_step(self, model, batch):
+        loss = super().training_step(model, batch)
+        if self.step == 11 and not vars(self).get("is_over"):
+            self.is_over = True
+            return loss * math.nan
+        return loss
+
+
+def test_budgets_are_not_rewound(make_trainer):
+    trainer = make_trainer("retry", "rollback", cls=TransientAndSpoiling, train_data=make_batches(30), config=KEEP)
+    result = trainer.fit()
+    assert [(i.step, i.decision.action) for i in result.incidents] == [(11, "commit"), (13, "rollback")]
+    assert trainer.ladder.spent == {"retry": 1, "rollback": 1}
+    assert trainer.ladder.num_refused == 1
+
+
+@pytest.mark.parametrize("config", [KEEP, DISK])
+@pytest.mark.parametrize("ladder", [("rollback", "disk"), ("disk", "rollback")])
+def test_rollbacks_end_with_their_budget_wherever_they_go_to(make_trainer, check_stopped, ladder, config):
+    trainer = make_trainer(
+        *ladder, cls=Twice, train_data=make_batches(30), config=config, recovery={"max_rollbacks": 1}
+    )
+    result = check_stopped(trainer, "its budget of 1 is spent", "nothing is left to try")
+    assert (result.rollbacks, [i.step for i in result.incidents]) == (1, [13, 15])
+
+
+def test_without_snapshots_the_checkpoint_on_disk_is_gone_back_to(make_trainer, check_saved):
+    trainer = make_trainer("disk", cls=Spoiling, train_data=make_batches(30), config=DISK)
+    said = "went back to the state of step 10 (disk), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="disk", said=said)
+    assert rollbacks_of(result) == [(10, 10, "disk")]
+
+
+def test_a_rollback_without_anything_to_go_back_to_stops(make_trainer, check_stopped):
+    nothing = {"checkpoint": {"snapshot_every": None, "enabled": False}}
+    trainer = make_trainer("rollback", "disk", cls=Spoiling, train_data=make_batches(30), config=nothing)
+    check_stopped(trainer, "rollback: there is nothing to go back to", "disk: there is nothing to go back to")
+
+
+def too_fast(make_trainer, lr, max_steps=250, **parts):
+    """An MLP on plain data, with a learning rate that is far too high from the start."""
+    torch.manual_seed(0)
+    directions = torch.randn(6, 1)
+    batches = []
+    for _ in range(50):
+        inputs = torch.randn(32, 6)
+        batches.append((inputs, torch.tanh(inputs @ directions)))
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    config = {"loop": {"max_steps": max_steps}}
+    return make_trainer(model=model, optimizer=optimizer, train_data=batches, config=config, **parts)
+
+
+def test_a_learning_rate_far_too_high_from_the_start_is_left_by_starting_again(make_trainer):
+    trainer = too_fast(make_trainer, 1.0, recovery={"ladder": ["restart"]})
+    result = trainer.fit()
+    (incident,) = result.incidents
+    assert any(reason.startswith("restart: went back to the state of step 0") for reason in incident.decision.reasons)
+    assert rollbacks_of(result) == [(0, 0, "first")]
+    assert result.steps == 250
+    assert result.final_loss < 0.4 * result.losses[0] < 1e-6 * max(result.losses)
+    steps = [event for event in journal(result) if event["event"] == "step" and event["action"] == "commit"]
+    assert steps[-1]["lr"] <= 0.1 + 1e-6  # the rate that failed is not returned to
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_restarts_end_with_their_budget(make_trainer, check_stopped, budget):
+    trainer = too_fast(make_trainer, 1e9, recovery={"ladder": ["restart"], "max_restarts": budget})
+    result = check_stopped(trainer, f"restart: its budget of {budget} is spent", "nothing is left to try")
+    assert result.rollbacks == budget
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+class Remembering(SafeTrainer):
+    def on_commit(self, view):
+        self.kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def test_at_the_end_of_the_ladder_the_run_stops_with_nothing_applied(make_trainer, check_stopped):
+    trainer = make_trainer(cls=Remembering, train_data=make_batches(8, bad=(5,)), recovery={"ladder": []})
+    result = check_stopped(trainer, "finite: the loss is nan", "recovery: nothing is left to try")
+    assert (result.steps, result.attempted) == (5, 6)
+    assert_same(dict(trainer.model.state_dict()), trainer.kept)
+    assert result.incidents[-1].cause.label == "bad_input_data"
+
+
+class Outlier(Spoiling):
+    at = ()
+
+
+def test_bad_data_in_a_row_is_told_from_a_bad_state(make_trainer):
+    """Rollback comes before skip here, and still only what is at fault is given up."""
+    batches = make_batches(40, bad=range(20, 34))
+    trainer = make_trainer("skip", "rollback", cls=Outlier, train_data=batches, config=KEEP)
+    result = trainer.fit()
+    assert (result.steps, result.skipped, result.rollbacks) == (26, 14, 0)
+    assert "the data is at fault, not the state" in " ".join(result.incidents[-1].decision.reasons)
+
+
+def test_the_run_is_saved_by_whichever_rung_is_left(make_trainer):
+    """The whole ladder, and a fault for each of its ends."""
+    batches = make_batches(40, bad=(20,))
+    batches[25][0][3] = math.nan
+    trainer = make_trainer(cls=Spoiling, model=make_model(dropout=0.0), train_data=batches, config=KEEP)
+    result = trainer.fit()
+    assert [(i.step, i.decision.action) for i in result.incidents] == [(13, "rollback"), (20, "skip"), (25, "commit")]
+    assert F.mse_loss(trainer.model(batches[0][0]), batches[0][1]).isfinite()

@@ -1,0 +1,311 @@
+"""Rungs that repair a step and commit it: each alone saves the run, and each ends with its budget."""
+
+import math
+
+import pytest
+import torch
+from records import journal
+from small import assert_same, make_batches, make_model, mse
+from torch import nn
+from torch.nn import functional as F
+
+from safetrain import SafeTrainer
+
+
+class Transient(SafeTrainer):
+    """Its loss is NaN once at each of these steps, and fine when the step is run again."""
+
+    at = (4,)
+
+    def training_step(self, model, batch):
+        loss = super().training_step(model, batch)
+        if self.step in self.at and self.step not in vars(self).setdefault("over", set()):
+            self.over.add(self.step)
+            return loss * math.nan
+        return loss
+
+
+class Always(Transient):
+    at = range(4, 12)
+
+
+@pytest.mark.parametrize("investigated", [True, False])
+def test_a_fault_that_does_not_reproduce_leaves_no_trace(make_trainer, check_saved, investigated):
+    """Dropout included: the step that is run again draws the numbers it drew."""
+    batches, states = make_batches(12), []
+    for cls in (SafeTrainer, Transient):
+        torch.manual_seed(1)
+        model = make_model(dropout=0.3)
+        config = {"forensics": {"enabled": investigated}}
+        trainer = make_trainer("retry", model=model, cls=cls, train_data=batches, config=config)
+        torch.manual_seed(2)
+        if cls is SafeTrainer:
+            assert trainer.fit().healthy
+        else:
+            said = "the same step was run again and committed"
+            result = check_saved(trainer, steps=12, incidents={4: "commit"}, rung="retry", said=said)
+            assert math.isnan(result.losses[4])  # what was refused is not filtered from the record
+        states.append([model.state_dict(), trainer.optimizer.state_dict()])
+    assert_same(*states)
+
+
+def test_retries_end_with_their_budget(make_trainer, check_stopped):
+    trainer = make_trainer("retry", cls=Always, train_data=make_batches(12), recovery={"max_retries": 3})
+    result = check_stopped(trainer, "retry: its budget of 3 is spent", "nothing is left to try")
+    assert (result.steps, [i.step for i in result.incidents]) == (7, [4, 5, 6, 7])
+
+
+def with_bad_samples(batches, *places):
+    for index, sample in places:
+        batches[index][0][sample] = math.nan
+    return batches
+
+
+def test_guilty_samples_are_left_out_and_the_rest_is_learned_from(make_trainer, check_saved):
+    """As if they had never been in the batch."""
+    batches = with_bad_samples(make_batches(10), (4, 2), (4, 5), (7, 0))
+    kept = [tuple(tensor[batch[0].isfinite().all(1)] for tensor in batch) for batch in batches]
+    states = []
+    for data in (kept, batches):
+        torch.manual_seed(1)
+        trainer = make_trainer("samples", train_data=data)
+        if data is kept:
+            assert trainer.fit().healthy
+        else:
+            result = check_saved(
+                trainer,
+                steps=10,
+                incidents={4: "commit", 7: "commit"},
+                rung="samples",
+                said="left out, the rest committed",
+            )
+            assert [incident.samples for incident in result.incidents] == [[2, 5], [0]]
+            assert (
+                "samples: sample 2, 5 of the batch left out, the rest committed" in result.incidents[0].decision.reasons
+            )
+        states.append([trainer.model.state_dict(), trainer.optimizer.state_dict()])
+    assert_same(*states)
+
+
+def test_leaving_samples_out_ends_with_its_budget(make_trainer, check_stopped):
+    batches = with_bad_samples(make_batches(10), (3, 1), (5, 1), (7, 1))
+    trainer = make_trainer("samples", train_data=batches, recovery={"max_healed": 2})
+    assert check_stopped(trainer, "samples: its budget of 2 is spent").steps == 7
+
+
+def test_a_bad_micro_batch_is_left_out(make_trainer, check_saved):
+    config = {"loop": {"grad_accum": 2}, "guards": {"finite": {"drop_micro_batch": True}}}
+    trainer = make_trainer("micro_batch", train_data=make_batches(12, bad=(5,)), config=config)
+    said = "micro-batch 1 of 2 left out"
+    check_saved(trainer, steps=6, incidents={2: "commit"}, rung="micro_batch", said=said)
+
+
+def test_leaving_micro_batches_out_ends_with_its_budget_and_where_none_is_good(make_trainer, check_stopped):
+    config = {"loop": {"grad_accum": 2}, "guards": {"finite": {"drop_micro_batch": True}}}
+    trainer = make_trainer(
+        "micro_batch", train_data=make_batches(12, bad=(5, 8)), config=config, recovery={"max_healed": 1}
+    )
+    assert check_stopped(trainer, "micro_batch: its budget of 1 is spent").steps == 4
+    trainer = make_trainer("micro_batch", train_data=make_batches(12, bad=(4, 5)), config=config)
+    check_stopped(trainer, "micro_batch: no finite micro-batches are left")
+
+
+class Scaled(nn.Module):
+    """Computes what the inner layer computes, by way of numbers that half precision cannot hold."""
+
+    def __init__(self, inner, factor=1e6):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x):
+        return (self.inner(x) * self.factor) / self.factor
+
+
+def make_overflowing(later=1e6):
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), Scaled(nn.Linear(16, 16)), nn.ReLU(), Scaled(nn.Linear(16, 1), later)
+    )
+
+
+class SecondLayer(SafeTrainer):
+    """From step 6 on its second scaled layer overflows too."""
+
+    def on_commit(self, view):
+        if view.step >= 5:
+            self.model[4].factor = 1e6
+
+
+def float_mse(model, batch):
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
+FP16 = {"loop": {"precision": "fp16", "max_steps": 10}}
+
+
+def test_the_overflowing_module_becomes_an_island(make_trainer, check_saved):
+    trainer = make_trainer(
+        "island", model=make_overflowing(1.0), loss_fn=float_mse, train_data=make_batches(10), config=FP16
+    )
+    said = "2 is kept in float32 from now on"
+    result = check_saved(trainer, steps=10, incidents={0: "commit"}, rung="island", said=said)
+    assert result.islands["modules"] == ["2"]
+
+
+def test_a_repaired_fp16_step_is_committed_when_the_scaler_has_found_its_scale(make_trainer):
+    trainer = make_trainer(
+        "island", model=make_overflowing(1.0), loss_fn=lambda m, b: 1e3 * float_mse(m, b), train_data=make_batches(10),
+        config=FP16,
+    )  # fmt: skip
+    result = trainer.fit()
+    first = next(line for line in journal(result) if line["event"] == "step")
+    assert (first["step"], first["action"]) == (0, "commit")
+    assert first["loss_scale"] < 2.0**16
+    assert [incident.decision.action for incident in result.incidents] == ["commit"]
+
+
+def test_islands_end_with_their_budget(make_trainer, check_saved, check_stopped):
+    for budget in (2, 1):
+        torch.manual_seed(1)
+        trainer = make_trainer(
+            "island", model=make_overflowing(1.0), cls=SecondLayer, loss_fn=float_mse, train_data=make_batches(10),
+            config=FP16, recovery={"max_islands": budget},
+        )  # fmt: skip
+        if budget == 2:
+            result = check_saved(
+                trainer, steps=10, incidents={0: "commit", 6: "commit"}, rung="island", said="is kept in float32"
+            )
+            assert result.islands["modules"] == ["2", "4"]
+        else:
+            result = check_stopped(trainer, "island: its budget of 1 is spent")
+            assert [incident.step for incident in result.incidents] == [0, 6]
+
+
+def rooted(model, batch):
+    out = model(batch[0])
+    size = (out * batch[1]).square()
+    return out.square().mean() + size.sqrt().mean()  # its derivative at 0 is infinite
+
+
+def twice_rooted(model, batch):
+    out = model(batch[0])
+    first = (out * batch[1]).square().sqrt()
+    second = (out * batch[0][:, :1]).square().sqrt()
+    return out.square().mean() + first.mean() + second.mean()
+
+
+def with_zeros(batches, *indices, field=1):
+    for index in indices:
+        batches[index][field][:, 0] = 0.0
+    return batches
+
+
+def test_the_safe_variant_runs_at_the_blamed_line(make_trainer, check_saved):
+    trainer = make_trainer(
+        "patch", loss_fn=rooted, train_data=with_zeros(make_batches(10), 3, 6), recovery={"heal": ["patch"]}
+    )
+    said = "runs as its safe variant from now on; to make it permanent: "
+    result = check_saved(trainer, steps=10, incidents={3: "commit"}, rung="patch", said=said)
+    (patch,) = result.patches
+    assert (patch["operations"], patch["code"]) == (["sqrt"], "return out.square().mean() + size.sqrt().mean()  # its derivative at 0 is infinite")  # fmt: skip
+    assert patch["num_uses"] == 7
+    assert "safetrain.safe.sqrt" in patch["fix"]
+
+
+def test_patches_end_with_their_budget(make_trainer, check_stopped):
+    batches = with_zeros(with_zeros(make_batches(12), 3), 7, field=0)
+    for budget, steps in ((1, 7), (0, 3)):
+        trainer = make_trainer(
+            "patch", loss_fn=twice_rooted, train_data=batches, recovery={"heal": ["patch"], "max_patches": budget}
+        )
+        assert check_stopped(trainer, f"patch: its budget of {budget} is spent").steps == steps
+
+
+class NormRatio(torch.optim.Optimizer):
+    """Divides 0 by 0 where a matrix has no gradient."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            unit = parameter.grad / (parameter.grad.abs().mean() + 1e-8)
+            parameter.add_(unit * (parameter.grad.norm() / unit.norm()), alpha=-self.param_groups[0]["lr"])
+
+
+def test_an_update_that_divides_zero_by_zero_is_patched_too(make_trainer):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    nn.init.zeros_(model[2].weight)
+    recovery = {"heal": ["patch"]}
+    trainer = make_trainer(
+        *("patch", "rollback"), model=model, optimizer=NormRatio(model.parameters()), train_data=make_batches(12),
+        recovery=recovery,
+    )  # fmt: skip
+    result = trainer.fit()
+    # That the state is ruined shows a step later; back at the start, each update is looked at before it counts.
+    assert [incident.decision.action for incident in result.incidents] == ["rollback", "commit"]
+    assert any("patch: div at" in reason for reason in result.incidents[1].decision.reasons)
+    assert result.steps == 10
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert result.patches[0]["num_uses"] >= result.steps
+
+
+def test_a_patch_that_is_in_is_part_of_what_is_investigated(make_trainer):
+    """A later fault is not blamed on the line that runs safely."""
+    batches = with_zeros(make_batches(12, bad=(7,)), 3)
+    trainer = make_trainer(*("patch", "skip"), loss_fn=rooted, train_data=batches, recovery={"heal": ["patch"]})
+    result = trainer.fit()
+    assert [(i.step, i.decision.action) for i in result.incidents] == [(3, "commit"), (7, "skip")]
+    assert [i.cause.label for i in result.incidents] == ["singular_gradient", "bad_input_data"]
+    assert result.patches[0]["num_uses"] == 12 - 3  # what is only looked at does not count
+
+
+def test_an_investigation_that_tries_the_update_is_not_taken_for_a_write_of_the_step(make_trainer, caplog):
+    make_trainer("patch", loss_fn=rooted, train_data=with_zeros(make_batches(6), 3), recovery={"heal": ["patch"]}).fit()
+    assert "forward wrote to" not in caplog.text
+
+
+def test_nothing_is_repaired_that_heal_does_not_allow(make_trainer):
+    """Then a refused step is skipped, and the run is as if its batch had not been there."""
+    batches = with_bad_samples(make_batches(10), (4, 2))
+    states = []
+    for data in (batches, batches[:4] + batches[5:]):
+        torch.manual_seed(1)
+        trainer = make_trainer(train_data=data, recovery={"heal": []})
+        result = trainer.fit()
+        assert (result.steps, result.islands, result.patches) == (9, {}, [])
+        states.append([trainer.model.state_dict(), trainer.optimizer.state_dict()])
+    assert_same(*states)
+    trainer = make_trainer(
+        *("samples", "island", "patch", "skip"), loss_fn=rooted, train_data=with_zeros(make_batches(8), 3),
+        recovery={"heal": []},
+    )  # fmt: skip
+    result = trainer.fit()
+    assert [(i.step, i.decision.action) for i in result.incidents] == [(3, "skip")]
+    assert result.patches == []
+
+
+def test_what_did_not_help_is_taken_back(make_trainer, check_stopped):
+    """Two layers overflow at once, and the batch is refused for another reason too."""
+
+    def loss_fn(model, batch):
+        return float_mse(model, batch) * (math.nan if torch.is_grad_enabled() and loss_fn.is_bad else 1.0)
+
+    loss_fn.is_bad = False
+    trainer = make_trainer(
+        "island", model=make_overflowing(1.0), loss_fn=loss_fn, train_data=make_batches(3), config=FP16
+    )
+    bench_try = trainer.ladder.rungs[0].climb
+
+    def climb(case, bench):
+        loss_fn.is_bad = True  # the fault is another one than that which was investigated
+        return bench_try(case, bench)
+
+    trainer.ladder.rungs[0].climb = climb
+    result = check_stopped(trainer, "island: it did not keep the step finite")
+    assert result.islands == {}
+
+
+def test_the_default_ladder_prefers_leaving_out_samples_to_skipping(make_trainer, check_saved):
+    trainer = make_trainer(train_data=with_bad_samples(make_batches(8), (4, 2)), loss_fn=mse)
+    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", said="sample 2 of the batch left out")
