@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .batch import describe, leaves, to_device
+from .batch import describe, leaves, num_samples, to_device
 from .config.schema import DataConfig
 from .errors import DataError
 from .sources import RE_ITERABLE, Source, open_source
@@ -42,6 +42,19 @@ class BatchStream:
         if self._iterator is None:
             self._iterator = self._source.open(self.epoch, self.num_consumed)
         self.num_consumed += sum(1 for _ in itertools.islice(self._iterator, count))
+
+    def ids(self, window: Sequence[Any]) -> list[Sequence[int]] | None:
+        """Which samples of the data set the micro-batches of the newest window are; None if that is not known."""
+        first = self.num_consumed - len(window)
+        found = [self._source.ids(first + index) for index in range(len(window))]
+        known = [
+            ids for ids, batch in zip(found, window, strict=True) if ids is not None and len(ids) == num_samples(batch)
+        ]
+        return known if len(known) == len(window) else None
+
+    def leave_out(self, ids: Iterable[int]) -> None:
+        """Do without these samples from the next epoch on."""
+        self._source.leave_out(ids)
 
     def next_epoch(self) -> None:
         self._iterator = None

@@ -44,6 +44,8 @@ class FitResult:
     patches: list[dict[str, Any]] = field(default_factory=list)
     """Operations that recovery replaced by their safe variant: `file`, `line`, `code`, `operations`, `num_uses`, and the `fix`
     that makes it permanent."""
+    quarantined: list[int] = field(default_factory=list)
+    """Samples, by their index in the data set, that are left out because they kept causing incidents."""
     run_dir: Path | None = None
 
     @property
@@ -73,6 +75,7 @@ class FitResult:
             "checkpoints": self.checkpoints,
             "islands": self.islands,
             "patches": self.patches,
+            "quarantined": self.quarantined,
             "incidents": [i.to_dict() for i in self.incidents],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }

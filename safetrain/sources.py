@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -33,21 +33,33 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
         self.start = 0
         """How many of this process's indices the next iteration leaves out at its beginning."""
+        self.left_out: Set[int] = frozenset()
+        """Indices that are not visited."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.length // self.world_size
+        return (self.length - len(self.left_out)) // self.world_size
 
     def __iter__(self) -> Iterator[int]:
-        end = len(self) * self.world_size
-        first = self.rank + self.start * self.world_size
-        if not self.shuffle:
-            yield from range(first, end, self.world_size)
-            return
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        yield from torch.randperm(self.length, generator=generator)[first : end : self.world_size].tolist()
+        yield from self.between(self.start, len(self))
+
+    def between(self, start: int, end: int) -> Sequence[int]:
+        """This process's indices of this epoch from the `start`-th up to the `end`-th."""
+        span = slice(self.rank + start * self.world_size, min(end, len(self)) * self.world_size, self.world_size)
+        if not (self.shuffle or self.left_out):
+            return range(self.length)[span]
+        indices = torch.arange(self.length)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            indices = torch.randperm(self.length, generator=generator)
+        if self.left_out:
+            visited = torch.ones(self.length, dtype=torch.bool)
+            visited[list(self.left_out)] = False
+            indices = indices[visited[indices]]
+        numbers: list[int] = indices[span].tolist()
+        return numbers
 
 
 class Source:
@@ -57,6 +69,13 @@ class Source:
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         raise NotImplementedError
+
+    def ids(self, position: int) -> Sequence[int] | None:
+        """Which samples the batch at that position of the epoch that is open consists of; None if that is not known."""
+        return None
+
+    def leave_out(self, ids: Iterable[int]) -> None:
+        """Do without these samples from the next epoch on. Only asked for ids that were given."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `open` needs beside epoch and position."""
@@ -85,12 +104,31 @@ class MapData(Source):
             num_workers=config.num_workers,
             generator=self._generator,
         )
+        self._left_out_next: set[int] = set()
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
+        if position == 0:
+            self._sampler.left_out = frozenset(self._left_out_next)
         self._sampler.set_epoch(epoch)
         self._sampler.start = position * self._batch_size
         self._generator.manual_seed((self._seed + epoch) % 2**63)  # the seeds of the workers
         return iter(self._loader)
+
+    def ids(self, position: int) -> Sequence[int] | None:
+        # Several processes would each know of their own samples only, and share out the data in different ways.
+        if self._sampler.world_size > 1:
+            return None
+        return self._sampler.between(position * self._batch_size, (position + 1) * self._batch_size)
+
+    def leave_out(self, ids: Iterable[int]) -> None:
+        self._left_out_next.update(ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left_out": sorted(self._sampler.left_out), "left_out_next": sorted(self._left_out_next)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sampler.left_out = frozenset(state.get("left_out", ()))
+        self._left_out_next = set(state.get("left_out_next", ()))
 
     def caveats(self) -> list[str]:
         return [WORKERS] if self._num_workers else []

@@ -296,7 +296,7 @@ class SafeTrainer(TrainerSession):
         self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
 
     def _resolve(self, case: Case) -> Action:
-        settlement = self.ladder.settle(case, self.bench)
+        settlement = self.bench.count_samples(case, self.ladder.settle(case, self.bench))
         self.run.close_incident(case, settlement, self.stream.epoch)
         self.on_incident(case.incident)
         if settlement.action is Action.STOP:

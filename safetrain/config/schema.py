@@ -83,6 +83,9 @@ class RecoveryConfig:
     """Steps that may be run once more in the whole run, because their fault may be transient."""
     max_healed: int = option(10_000, ge=0)
     """Steps that may be trained on without their bad samples or micro-batches in the whole run."""
+    quarantine_after: int | None = option(2, ge=1)
+    """Incidents of the same sample after which it is left out of later epochs; null: never. Only for data given as a Dataset,
+    in a single process, and where `heal` has `samples`. Listed in `quarantine.jsonl`."""
     max_islands: int = option(8, ge=0)
     """fp32 islands that may be grown in the whole run."""
     max_patches: int = option(8, ge=0)

@@ -15,9 +15,10 @@ from ..errors import CheckpointError
 from ..forensics import Effort, Step, diagnose
 from ..guards.islands import Islands
 from ..incident import Origin
+from ..quarantine import Quarantine
 from ..rng import undisturbed_rng
 from ..verdict import Action
-from .case import Case, LastGood
+from .case import Case, LastGood, Settlement
 
 if TYPE_CHECKING:
     from ..trainer import SafeTrainer
@@ -32,6 +33,9 @@ class Workbench:
         self._trainer = trainer
         self._known: dict[Any, str] = {}
         """The first incident at each place in the source, by which remedies were tried."""
+        config = trainer.config.recovery
+        after = config.quarantine_after if "samples" in config.heal else None
+        self.quarantine = Quarantine(after, trainer.run.dir)
 
     def investigate(self, case: Case) -> None:
         """Find out what went wrong in the step; the answers are put into its incident."""
@@ -183,6 +187,16 @@ class Workbench:
         if case.patch is not None:
             self._trainer.patches.remove(case.patch)
 
+    def count_samples(self, case: Case, settlement: Settlement) -> Settlement:
+        """Note which samples of the data set the incident is about; those that come again and again are left out later."""
+        stream = self._trainer.stream
+        if case.is_late or not case.is_step or (ids := stream.ids(case.window)) is None:
+            return settlement
+        guilty = [ids[index][sample] for index, samples in case.guilty_samples.items() for sample in samples]
+        said = self.quarantine.note(guilty, case.view.step, stream.epoch, case.decision.reasons[0])
+        stream.leave_out(self.quarantine.ids)
+        return replace(settlement, reasons=[*settlement.reasons, *(f"quarantine: {reason}" for reason in said)])
+
     def tell_changes(self) -> None:
         """Put what was changed of the computation, and how to make it permanent, into the result."""
         trainer = self._trainer
@@ -190,10 +204,12 @@ class Workbench:
         if islands is not None and islands.grown:
             trainer.run.result.islands = {"modules": list(islands.grown), "yaml": islands.yaml()}
         trainer.run.result.patches = trainer.patches.to_plain()
+        trainer.run.result.quarantined = self.quarantine.ids
 
     def state_dict(self) -> dict[str, Any]:
         good = self._trainer.last_good
         return {
+            "quarantine": self.quarantine.state_dict(),
             "known": [[*place, first] for place, first in self._known.items()],
             "losses": None if good is None else [good.first, good.lowest, list(good.losses.values)],
         }
@@ -201,6 +217,8 @@ class Workbench:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The last good window itself is not kept: until a step is committed there is no batch to look at."""
         self._known = {(*place,): first for *place, first in state["known"]}
+        if "quarantine" in state:
+            self.quarantine.load_state_dict(state["quarantine"])
         if state["losses"] is not None:
             self._trainer.last_good = LastGood.resumed(*state["losses"])
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..batch import num_samples
 from ..forensics import Diagnosis
 from ..forensics.substitutes import Patch
 from ..history import Recent
@@ -53,6 +54,18 @@ class Case:
     @property
     def guilty_micro_batch(self) -> int:
         return 0 if self.diagnosis is None else self.diagnosis.micro_batch
+
+    @property
+    def guilty_samples(self) -> dict[int, list[int]]:
+        """What shows bad data, or was found to be guilty, by micro-batch. None where most of a batch would be: then it is the
+        computation that is wrong."""
+        found: dict[int, set[int]] = {self.guilty_micro_batch: set(self.incident.samples)}
+        if 2 * len(self.incident.samples) > num_samples(self.window[self.guilty_micro_batch]):
+            found.clear()
+        for verdict in self.decision.verdicts.values():
+            for index, rows in verdict.evidence.get("rows", {}).items():
+                found.setdefault(index, set()).update(rows)
+        return {index: sorted(samples) for index, samples in found.items()}
 
     @property
     def island(self) -> str | None:

@@ -99,6 +99,8 @@ class Console(Sink):
             names = ", ".join(patch["operations"] or ["what is unsafe"])
             self._say(f"{names} at {patch['file']}:{patch['line']} ran as its safe variant, {patch['num_uses']} times")
             self._say(f"  {patch['code']}\n  to make it permanent: {patch['fix']}")
+        if result.quarantined:
+            self._say(f"quarantined samples: {len(result.quarantined)}, listed in {result.run_dir}/quarantine.jsonl")
         self._say("what to run next:")
         self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
         self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")
