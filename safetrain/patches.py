@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,14 @@ class Patches:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the patches active while it runs; the function itself when there is none."""
+        return partial(self._call, function) if self._active else function
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
     def uses(self) -> dict[str, int]:
         """How often each patch was used, by what it is in words."""

@@ -41,21 +41,21 @@ class Workbench:
     def keep_replay(self, case: Case) -> None:
         """Write down what a replay needs, before anything moves."""
         trainer = self._trainer
-        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
         directory = trainer.run.open_bundle(case.incident)
         if directory is None:
             return
-        max_mb = trainer.config.forensics.max_bundle_mb
+        step = f"the replay of step {case.view.step}"
         try:
-            write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
-        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end the run
-            trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
+            for part in write_replay(directory, trainer, case):
+                trainer.run.warn(f"{step} is kept without {part}")
+        except Exception as error:  # a full disk, or a state that cannot be written, must not end the run
+            trainer.run.warn(f"{step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
         trainer, incident = self._trainer, case.incident
         step = Step(
             trainer._called_model,
-            trainer.training_step,
+            trainer.patches.around(trainer.training_step),
             case.window,
             trainer.optimizer,
             trainer.engine.precision,
