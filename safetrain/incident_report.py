@@ -112,6 +112,8 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
     else:
         first = max(1, origin.line - context)
         last = min(len(source), origin.line + context)
+        if source[origin.line - 1][0].isspace():  # what is not indented any more is another function
+            last = next((n for n in range(origin.line, last) if not source[n][0].isspace()), last)
         text = textwrap.dedent("".join(source[first - 1 : last])).splitlines()
         shown = list(enumerate(text, first))
         while not shown[-1][1].strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,7 +262,7 @@ def _incident(position: int, diagnosis: Any) -> Incident:
 
 
 def _show_run(run: Path, step: int | None, as_json: bool) -> int:
-    incidents = _incidents_of(run)
+    every = incidents = _incidents_of(run)
     if step is not None:
         chosen = [incident for incident in incidents if incident.step == step]
         if not chosen:
@@ -281,6 +281,7 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
     from ..incident_report import paragraph
 
     shown: set[Any] = set()
+    _share_remedies(every)
     for incident in incidents:
         title = f"INCIDENT at step {incident.step}, {incident.time}: {CONSEQUENCE[incident.decision.action]}"
         caught = paragraph("CAUGHT BY", "; ".join(incident.decision.reasons))
@@ -309,17 +310,17 @@ def _incidents_of(run: Path) -> list[Incident]:
         if (directory / "incident.json").is_file():
             incident = read_incident(directory)
             by_step[incident.step] = incident
-    _share_remedies(by_step.values())
     return sorted(by_step.values(), key=lambda incident: incident.step, reverse=True)
 
 
-def _share_remedies(incidents: Iterable[Incident]) -> None:
-    """Remedies are tried once per place in the source; what helped there holds for the other incidents there too."""
+def _share_remedies(incidents: list[Incident]) -> None:
+    """Remedies are tried once per place in the source; but for samples, what helped there helps the other incidents there."""
     tried = {_place(incident.origin): incident for incident in incidents if incident.remedies}
     for incident in incidents:
         first = tried.get(_place(incident.origin))
         if first is not None and not incident.remedies and incident.origin.op is not None:
-            incident.remedies, incident.fix = first.remedies, first.fix
+            incident.remedies = [remedy for remedy in first.remedies if remedy.name != "drop_samples"]
+            incident.fix = first.fix
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
