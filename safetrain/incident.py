@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .files import plain
@@ -93,21 +94,23 @@ class Incident:
     def headline(self) -> str:
         return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
 
-    def render(self) -> str:
-        """A short block for a terminal."""
-        lines = [
-            f"INCIDENT at step {self.step}",
-            f"  caught by  {self.trigger.guard} ({self.trigger.signal} = {_short(self.trigger.value)})",
-            *(f"  {'because' if i == 0 else '':9}  {reason}" for i, reason in enumerate(self.decision.reasons)),
-            f"  done       {CONSEQUENCE[self.decision.action]}",
-        ]
-        if self.path:
-            lines.append(f"  kept       {self.path}: its batch and random state")
-        if self.was_investigated:
-            from .incident_report import answers
+    def render(self, run_dir: str | Path | None = None) -> str:
+        """A short block for a terminal. With the run's directory it ends in the command that replays the step."""
+        from .incident_report import compact, paragraph
 
-            lines += answers(self)
-        return "\n".join(lines)
+        signal = f", {self.trigger.signal} = {_short(self.trigger.value)}" if self.trigger.signal else ""
+        lines = [
+            f"INCIDENT at step {self.step}{signal}: {CONSEQUENCE[self.decision.action]}",
+            *paragraph("CAUGHT BY", "; ".join(self.decision.reasons) or self.trigger.guard, max_lines=3),
+        ]
+        kept = (
+            ""
+            if self.path is None
+            else f"safetrain replay {self.path if run_dir is None else f'{run_dir}/{self.path}'}"
+        )
+        if self.was_investigated:
+            return "\n".join([*lines, *compact(self, kept)])
+        return "\n".join([*lines, *paragraph("REPLAY", kept)])
 
     @property
     def was_investigated(self) -> bool:
@@ -115,11 +118,11 @@ class Incident:
 
 
 CONSEQUENCE = {
-    "none": "nothing: the step was only examined",
-    "commit": "step repaired and committed",
-    "skip": "step refused: weights, optimizer, buffers and schedule are as before it; training goes on",
-    "rollback": "training state rolled back",
-    "stop": "run stopped; nothing of this step was applied",
+    "none": "only examined, nothing was done",
+    "commit": "repaired and committed",
+    "skip": "refused, nothing of it was applied; training goes on",
+    "rollback": "refused, and the training state rolled back",
+    "stop": "refused, nothing of it was applied; the run is stopped",
 }
 
 

@@ -1,9 +1,14 @@
-"""An incident for people: a short block for the terminal, and `report.md`."""
+"""An incident for people: a compact block while a run goes on, a longer one to study, and `report.md`."""
 
 from __future__ import annotations
 
 import linecache
 import math
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +17,71 @@ from .files import write_text
 if TYPE_CHECKING:
     from .incident import Incident
 
-CONTEXT = 2
-"""Source lines shown before and after the blamed one."""
+LABEL = 14
+"""Columns that the label of a paragraph takes, after an indent of two."""
+NUM_SAMPLES = 12
+"""Sample indices that are listed; the rest is counted."""
+
+
+def width() -> int:
+    """Columns to write for: those of the terminal, within what reads well; 100 where there is none."""
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+
+
+def compact(incident: Incident, command: str = "") -> list[str]:
+    """The five questions in about ten lines: one line of source around the blamed one, the inputs in one row.
+
+    `command` is what replays the step.
+    """
+    inputs = _inputs(incident)
+    return [
+        *_first_bad_operation(incident, context=1),
+        *paragraph("WHY", _why(incident), max_lines=2),
+        *paragraph("INPUTS", inputs, max_lines=1),
+        *_samples(incident),
+        *paragraph("FIX", _fix(incident), max_lines=3),
+        *paragraph("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
+    ]
 
 
 def answers(incident: Incident) -> list[str]:
-    """The five questions, one labelled paragraph each."""
-    origin = incident.origin
-    lines = [_labelled("FIRST BAD OP", _headline(incident))]
-    lines += [_labelled("", line) for line in source_lines(incident)]
-    lines.append(_labelled("WHY", f"{incident.cause.label}: {incident.cause.explanation}"))
-    for index, operand in enumerate(origin.inputs[:4]):
-        lines.append(_labelled("INPUTS" if index == 0 else "", describe_operand(operand)))
-    if incident.samples:
-        lines.append(_labelled("SAMPLES", ", ".join(map(str, incident.samples))))
-    if incident.fix:
-        verified = any(remedy.finite for remedy in incident.remedies)
-        lines.append(_labelled("FIX", incident.fix if verified else f"{incident.fix} (not verified)"))
-    lines.append(_labelled("REPLAY", _replay(incident)))
-    return lines
+    """The five questions at length, one labelled paragraph each, with the remedies that were tried."""
+    lines = [*_first_bad_operation(incident, context=3), *paragraph("WHY", _why(incident))]
+    for index, operand in enumerate(incident.origin.inputs[:6]):
+        lines += paragraph("INPUTS" if index == 0 else "", describe_operand(operand))
+    lines += [*_samples(incident), *paragraph("FIX", _fix(incident))]
+    for index, remedy in enumerate(incident.remedies):
+        loss = f", loss {remedy.loss:.6g}" if remedy.finite and remedy.loss is not None else ""
+        outcome = f"finite{loss}" if remedy.finite else "still bad"
+        lines += paragraph("TRIED" if index == 0 else "", f"{remedy.detail or remedy.name}: {outcome}")
+    return [*lines, *paragraph("REPLAY", replayed(incident))]
 
 
-def _labelled(label: str, text: str) -> str:
-    return f"  {label:13} {text}".rstrip()
+def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
+    """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
+    lines = textwrap.wrap(
+        printable(text),
+        width() - LABEL - 2,
+        max_lines=max_lines,
+        placeholder=" …",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [f"  {label if index == 0 else '':{LABEL}}{line}".rstrip() for index, line in enumerate(lines)]
 
 
-def _headline(incident: Incident) -> str:
+def printable(text: str) -> str:
+    """Without control characters, which would do something to a terminal: they are shown as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _first_bad_operation(incident: Incident, context: int) -> list[str]:
+    place, *source = source_lines(incident, context) or [""]
+    lines = paragraph("FIRST BAD OP", headline(incident) + (f", at {place}" if place else ""))
+    return [*lines, *(f"{' ' * (LABEL + 2)}{line}" for line in source)]
+
+
+def headline(incident: Incident) -> str:
     origin = incident.origin
     if origin.phase == "unknown":
         return "not found"
@@ -45,29 +89,78 @@ def _headline(incident: Incident) -> str:
         origin.module or "", f"in {origin.module}"
     )
     kind = f" ({origin.module_type})" if origin.module_type else ""
-    op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name}"
+    if origin.phase == "data":
+        return f"none: the batch itself is bad ({where}{kind})" if origin.name is None else f"{origin.name}, {where}"
+    if origin.phase == "params":
+        return f"none: a parameter or buffer {where}{kind} was bad before the step"
+    op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name or origin.op}"
     if origin.phase == "backward":
         op = f"the derivative of {origin.name} (computed by {origin.op})"
     return f"{op}, {origin.phase}, {where}{kind}"
 
 
-def source_lines(incident: Incident, context: int = CONTEXT) -> list[str]:
-    """The blamed line in its context, marked; only the line itself when the file is not there any more."""
+def source_lines(incident: Incident, context: int = 3) -> list[str]:
+    """File and line, then the blamed line in its context, marked; only that line when the file has changed or is gone."""
     origin = incident.origin
     if origin.file is None or origin.line is None:
         return []
-    lines = [f"{origin.file}:{origin.line}"]
+    digits = len(str(origin.line + context))
+    linecache.checkcache(origin.file)
     source = linecache.getlines(origin.file)
     if len(source) < origin.line or source[origin.line - 1].strip() != (origin.code or ""):
-        return [*lines, f"> {origin.line:4}  {origin.code or ''}"]
-    first = max(1, origin.line - context)
-    for number in range(first, min(len(source), origin.line + context) + 1):
-        marker = ">" if number == origin.line else " "
-        lines.append(f"{marker} {number:4}  {source[number - 1].rstrip()}")
-    return lines
+        shown = [(origin.line, origin.code or "")]
+    else:
+        first = max(1, origin.line - context)
+        last = min(len(source), origin.line + context)
+        if source[origin.line - 1][0].isspace():  # what is not indented any more is another function
+            last = next((n for n in range(origin.line, last) if not source[n][0].isspace()), last)
+        text = textwrap.dedent("".join(source[first - 1 : last])).splitlines()
+        shown = list(enumerate(text, first))
+        while not shown[-1][1].strip():
+            shown.pop()
+        while not shown[0][1].strip():
+            shown.pop(0)
+    return [
+        f"{printable(_as_typed(origin.file))}:{origin.line}",
+        *(f"{'>' if n == origin.line else ' '} {n:{digits}}  {printable(line)}".rstrip() for n, line in shown),
+    ]
 
 
-def _replay(incident: Incident) -> str:
+def _as_typed(file: str) -> str:
+    """Relative when it lies below the current directory."""
+    below = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if below.startswith("..") else below
+
+
+def _inputs(incident: Incident) -> str:
+    return "; ".join(describe_operand(operand) for operand in incident.origin.inputs[:4])
+
+
+def _why(incident: Incident) -> str:
+    explanation, inputs = incident.cause.explanation, _inputs(incident)
+    if inputs:  # they are listed below
+        explanation = explanation.replace(f"got {inputs}", "got the inputs below")
+    return f"{incident.cause.label}: {explanation}"
+
+
+def _samples(incident: Incident) -> list[str]:
+    return paragraph("SAMPLES", listed(incident.samples)) if incident.samples else []
+
+
+def listed(numbers: list[int]) -> str:
+    rest = f" and {len(numbers) - NUM_SAMPLES} more" if len(numbers) > NUM_SAMPLES else ""
+    return ", ".join(map(str, numbers[:NUM_SAMPLES])) + rest
+
+
+def _fix(incident: Incident) -> str:
+    if not incident.fix or any(remedy.finite for remedy in incident.remedies):
+        return incident.fix
+    if incident.remedies:
+        return f"{incident.fix} (not verified: nothing that was tried kept the step finite)"
+    return f"{incident.fix} (not verified: not tried on this step)"
+
+
+def replayed(incident: Incident) -> str:
     reproduced = {
         True: "reproduced",
         False: "not reproduced: a transient fault",
@@ -91,6 +184,9 @@ def describe_operand(operand: dict[str, Any]) -> str:
     return text + (f", smallest magnitude {smallest:.3g}" if smallest < 1e-6 else "")
 
 
+# ---- report.md ------------------------------------------------------------------------------------------------------
+
+
 def write_report(incident: Incident, directory: Path) -> Path:
     path = directory / "report.md"
     write_text(path, markdown(incident))
@@ -98,27 +194,30 @@ def write_report(incident: Incident, directory: Path) -> Path:
 
 
 def markdown(incident: Incident) -> str:
-    """`report.md`: readable as plain text and on a forge."""
-    origin, cause = incident.origin, incident.cause
+    """`report.md`: readable as plain text and on a forge. What comes from user code cannot turn into markup."""
+    origin, cause, trigger = incident.origin, incident.cause, incident.trigger
+    signal = f" ({_prose(trigger.signal)} = {_prose(_number(trigger.value))})" if trigger.signal else ""
     parts = [
-        f"# Step {incident.step}: {origin.name or 'unknown operation'}, {cause.label}",
-        f"Caught by `{incident.trigger.guard}` ({incident.trigger.signal} = {incident.trigger.value}). "
-        f"Decision: **{incident.decision.action}**: {'; '.join(incident.decision.reasons)}.",
+        f"# Step {incident.step}: {_prose(origin.name or 'unknown operation')}, {cause.label}",
+        f"Caught by {_code(trigger.guard)}{signal} at {incident.time}. "
+        f"Decision: **{incident.decision.action}**, because",
+        _bullets(incident.decision.reasons),
         "## First bad operation",
-        f"{_headline(incident)}.",
-        _code(source_lines(incident, context=4)),
+        f"{_prose(headline(incident))}.",
+        _listing(source_lines(incident, context=4)),
         "## Root cause",
-        f"`{cause.label}`: {cause.explanation}.",
+        f"{_code(cause.label)}: {_prose(cause.explanation)}.",
         "## Inputs of the operation",
         _operand_table([*origin.inputs, *origin.outputs]),
-        f"Samples of the batch: {', '.join(map(str, incident.samples))}." if incident.samples else "",
+        f"Samples of the batch: {listed(incident.samples)}." if incident.samples else "",
         "## Way of the bad value",
-        " → ".join(incident.propagation),
+        " → ".join(_code(step) for step in incident.propagation),
         "## Fix",
-        incident.fix,
+        _prose(_fix(incident)),
         _remedy_table(incident),
         "## Verification",
-        f"Replay: {_replay(incident)}.",
+        f"Replay: {replayed(incident)}.",
+        f"Again: {_code(f'safetrain replay {incident.path}')}, from the directory of the run." if incident.path else "",
     ]
     return "\n\n".join(part for part in _without_empty_sections(parts)) + "\n"
 
@@ -132,8 +231,34 @@ def _without_empty_sections(parts: list[str]) -> list[str]:
     ]
 
 
-def _code(lines: list[str]) -> str:
-    return "\n".join([f"`{lines[0]}`", "", "```python", *lines[1:], "```"]) if lines else ""
+def _prose(text: str) -> str:
+    """Text that markdown shows as it is. Only what could become markup is escaped, so that it still reads well as text."""
+    text = printable(" ".join(str(text).split()))
+    text = re.sub(r"([\\`*<>|~])", r"\\\1", text)
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside a word it is harmless
+    return re.sub(r"\](?=[(\[:])", r"\\]", text)
+
+
+def _code(text: str) -> str:
+    text = printable(" ".join(str(text).split()))
+    fence = "`" * (_longest_run(text) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}" if text else ""
+
+
+def _listing(lines: list[str]) -> str:
+    if not lines:
+        return ""
+    fence = "`" * max(3, _longest_run("\n".join(lines)) + 1)
+    return "\n".join([_code(lines[0]), "", f"{fence}python", *lines[1:], fence])
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return "\n".join(f"- {_prose(item)}" for item in items)
 
 
 _COLUMNS = ("name", "shape", "dtype", "min", "max", "zeros", "negatives", "nan", "inf", "neg_inf")
@@ -150,12 +275,15 @@ def _remedy_table(incident: Incident) -> str:
     if not incident.remedies:
         return ""
     rows = [
-        f"| {r.name} | {'yes' if r.finite else 'no'} | {_cell(r.loss)} | {_cell(r.detail)} |" for r in incident.remedies
+        f"| {_cell(r.name)} | {'yes' if r.finite else 'no'} | {_cell(r.loss)} | {_cell(r.detail)} |"
+        for r in incident.remedies
     ]
     return "\n".join(["| tried | finite | loss | what |", "|---|---|---|---|", *rows])
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return "" if value is None else _prose(_number(value))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import linecache
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +63,9 @@ class Patches:
         for active, before in zip(self._active.values(), num_hits, strict=True):
             active.variant.num_hits = before
 
+    def spoken(self) -> list[str]:
+        return [_spoken(patch) for patch in self._active]
+
     def to_plain(self) -> list[dict[str, Any]]:
         """Each patch with how often it was used, and the change of the source that makes it permanent."""
         return [
@@ -75,6 +79,14 @@ class Patches:
             }
             for patch, active in self._active.items()
         ]
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the patches active while it runs; the function itself when there is none."""
+        return partial(self._call, function) if self._active else function
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         functions = [patch.place.function for patch in self._active]

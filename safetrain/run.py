@@ -283,7 +283,7 @@ class Run:
         if self.dir is not None and incident.path is not None:
             try:
                 bundle.write_report(self.dir / incident.path, incident)
-            except OSError as error:  # a full disk must not end a run that survived worse
+            except Exception as error:  # a full disk must not end a run that survived worse
                 self.warn(f"the incident of step {incident.step} could not be written: {error}")
         self.telemetry.incident(incident)
 

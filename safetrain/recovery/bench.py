@@ -31,8 +31,8 @@ MAX_OVERFLOWS = 40
 class Workbench:
     def __init__(self, trainer: SafeTrainer) -> None:
         self._trainer = trainer
-        self._known: dict[Any, str] = {}
-        """The first incident at each place in the source, by which remedies were tried."""
+        self._known: dict[Any, tuple[str, str]] = {}
+        """The first incident at each place in the source, for which remedies were tried, and its fix."""
         config = trainer.config.recovery
         after = config.quarantine_after if "samples" in config.heal else None
         self.quarantine = Quarantine(after, trainer.run.dir)
@@ -50,15 +50,15 @@ class Workbench:
     def keep_replay(self, case: Case) -> None:
         """Write down what a replay needs, before anything moves."""
         trainer = self._trainer
-        facts = {"precision": trainer.engine.precision, "loss_scale": case.view.loss_scale, "loss": case.view.loss}
         directory = trainer.run.open_bundle(case.incident)
         if directory is None:
             return
-        max_mb = trainer.config.forensics.max_bundle_mb
+        step = f"the replay of step {case.view.step}"
         try:
-            write_replay(directory, case.window, case.random_state, trainer.model.state_dict(), facts, max_mb)
-        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end the run
-            trainer.run.warn(f"the replay of step {case.view.step} could not be written: {error}")
+            for part in write_replay(directory, trainer, case):
+                trainer.run.warn(f"{step} is kept without {part}")
+        except Exception as error:  # a full disk, or a state that cannot be written, must not end the run
+            trainer.run.warn(f"{step} could not be written: {error}")
 
     def _diagnose(self, case: Case) -> None:
         trainer, incident = self._trainer, case.incident
@@ -82,9 +82,10 @@ class Workbench:
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
         if diagnosis.origin.op is not None:
-            first = self._known.setdefault(_place(diagnosis.origin), incident.id)
+            first, fix = self._known.setdefault(_place(diagnosis.origin), (incident.id, incident.fix))
             if first != incident.id:
                 incident.cause.explanation += f" (the operation of incident {first} again)"
+                incident.fix = fix  # what was tried then holds for the same line now
 
     def absolve(self, case: Case) -> bool:
         """Commit a step whose only blemish is a buffer that nothing depends on (a metric, say), and watch it no longer."""
@@ -210,13 +211,13 @@ class Workbench:
         good = self._trainer.last_good
         return {
             "quarantine": self.quarantine.state_dict(),
-            "known": [[*place, first] for place, first in self._known.items()],
+            "known": [[*place, *first] for place, first in self._known.items()],
             "losses": None if good is None else [good.first, good.lowest, list(good.losses.values)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The last good window itself is not kept: until a step is committed there is no batch to look at."""
-        self._known = {(*place,): first for *place, first in state["known"]}
+        self._known = {(*place,): (first, fix) for *place, first, fix in state["known"]}
         if "quarantine" in state:
             self.quarantine.load_state_dict(state["quarantine"])
         if state["losses"] is not None:

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -28,6 +29,7 @@ class Console(Sink):
         self._log_every = log_every
         self._since = time.perf_counter()
         self._steps_since = 0
+        self._run_dir: Any = None
 
     def _say(self, text: str, style: str | None = None) -> None:
         encoding = self._out.encoding
@@ -42,7 +44,8 @@ class Console(Sink):
         )
         if about.get("resumed") is not None:
             self._say(f"resumed: {about['resumed']}", "bold")
-        self._say(f"run directory: {about['run_dir']}")
+        self._run_dir = about["run_dir"]
+        self._say(f"run directory: {self._run_dir}")
         self._since = time.perf_counter()
 
     def noted(self, text: str) -> None:
@@ -70,7 +73,9 @@ class Console(Sink):
         self._say("  ".join(parts))
 
     def incident(self, incident: Incident) -> None:
-        self._say(incident.render(), "yellow" if incident.decision.action in ("skip", "commit") else "bold red")
+        self._say(
+            incident.render(self._run_dir), "yellow" if incident.decision.action in ("skip", "commit") else "bold red"
+        )
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         self._say(f"rolled back to the state of step {to_step} ({source}); {num_committed} steps committed", "bold red")

@@ -166,7 +166,7 @@ def test_a_learning_rate_far_too_high_from_the_start_is_left_by_starting_again(m
     assert any(reason.startswith("restart: went back to the state of step 0") for reason in incident.decision.reasons)
     assert rollbacks_of(result) == [(0, 0, "first")]
     assert result.steps == 250
-    assert result.final_loss < 0.4 * result.losses[0] < 1e-6 * max(result.losses)
+    assert result.final_loss < 0.4 * result.losses[0] < 0.1 * max(result.losses)
     steps = [event for event in journal(result) if event["event"] == "step" and event["action"] == "commit"]
     assert steps[-1]["lr"] <= 0.1 + 1e-6  # the rate that failed is not returned to
 

@@ -1,0 +1,152 @@
+"""`safetrain replay`: run the step of an incident again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import NonFiniteError, SafetrainError, UsageError
+from .flags import load
+from .main import EXIT_CHECK_FAILED, EXIT_USER_EXCEPTION
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..config import Config
+    from ..replaying import Replayed
+    from ..trainer import SafeTrainer
+    from ..trust import Trust
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE | ~KEY]...")
+@click.option("--trust", "trusted", is_flag=True, help="Import whatever the run's config names, from anywhere.")
+@click.option("--device", metavar="NAME", help="auto, cpu, cuda, … instead of the run's.")
+@click.option("--no-remedies", is_flag=True, help="Only find the operation, try nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the traceback of every error.", expose_value=False)
+def command(
+    bundle: Path, overrides: tuple[str, ...], trusted: bool, device: str | None, no_remedies: bool, as_json: bool
+) -> int:
+    """Run the step of an incident again: the same batch, random state and weights. Nothing is trained or changed.
+
+    BUNDLE is a directory like RUN/incidents/step-000042; the model is built from RUN/config.yaml. What is loaded can run
+    nothing, and code that the config names is imported only if it belongs to the current project (it lies below the current
+    directory), to torch, or to the recipes of safetrain. For anything else, look at it first and add --trust.
+
+    \b
+    Examples:
+      safetrain replay runs/first/incidents/step-000042
+      safetrain replay runs/first/incidents/step-000042 --device cpu
+      safetrain replay downloads/run/incidents/step-000007 --trust
+      safetrain replay runs/x/incidents/step-000003 model._target_=./net.py:Net loss._target_=./net.py:loss
+
+    \b
+    Exit codes:
+      0 reproduced as recorded          1 exception in your code   2 usage or config
+      3 not reproduced, or different
+    """
+    from ..bundle import read_bundle
+    from ..trust import Trust
+
+    kept = read_bundle(bundle)
+    config = _config_of(kept, overrides, device)
+    try:
+        replayed = _replay(kept, config, Trust(kept.run_dir, trusted), not no_remedies)
+    except Exception as error:
+        if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
+            raise
+        traceback.print_exc()
+        click.echo("\nsafetrain: the exception above was raised while the step was built and replayed", err=True)
+        return EXIT_USER_EXCEPTION
+    _report(kept, replayed, as_json)
+    return 0 if replayed.verdict == "reproduced" else EXIT_CHECK_FAILED
+
+
+def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -> Config:
+    from ..rundir import CONFIG
+
+    path = bundle.run_dir / CONFIG
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is missing, and the model is built from it.\n"
+            "To fix: keep the bundle in its run (RUN/incidents/step-000042), and copy the whole run when you move it."
+        )
+    config = load(str(path), overrides, device=device).config
+    # A replay needs the model, the loss and the optimizer, and must not depend on the rest.
+    config.data.train = config.data.eval = config.scheduler = None
+    config.guards, config.recovery = {}, type(config.recovery)()
+    config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
+    return config
+
+
+def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Replayed:
+    from ..config import import_target
+    from ..forensics import Effort
+    from ..replaying import replay
+    from ..trainer import SafeTrainer
+    from .fit import _trainer_class
+
+    trust.check(dataclasses.asdict(config))
+    cls = _trainer_class(config, SafeTrainer)
+    _check_complete(cls, SafeTrainer, config, bundle)
+    trainer = cls(config=config, train_data=[bundle.contents["window"]])
+
+    def import_class(target: str) -> Any:
+        if not trust.allows(target):
+            raise UsageError(
+                f"the batch holds objects of {target}, which is not of the current project and was not imported.\n"
+                "To fix: run the command in the project's directory, or look at that code and add --trust."
+            )
+        found = import_target(target)
+        if not inspect.isclass(found):
+            raise UsageError(f"the batch names {target}, which is not a class.\nTo fix: get the bundle again.")
+        return found
+
+    loss_fn = trainer.training_step
+    beside = trainer._modules_beside()
+    return replay(bundle, trainer.model, loss_fn, trainer.optimizer, Effort(remedies), import_class, beside)
+
+
+def _check_complete(cls: type[SafeTrainer], base: type[SafeTrainer], config: Config, bundle: Bundle) -> None:
+    missing = []
+    if config.model is None and cls.build_model is base.build_model:
+        missing.append("model")
+    if config.loss is None and cls.training_step is base.training_step:
+        missing.append("loss")
+    if missing:
+        given = " ".join(f"{name}._target_=./file.py:{name.title()}" for name in missing)
+        raise UsageError(
+            f"the config of this run names no {' and no '.join(missing)}: the trainer was given them in Python.\n"
+            f"To fix: say where they are: safetrain replay {bundle.directory} {given}\n"
+            "or replay it in Python:\n"
+            "  from safetrain.bundle import read_bundle\n"
+            "  from safetrain.replaying import replay\n"
+            f'  print(replay(read_bundle("{bundle.directory}"), model, loss_fn, optimizer).incident.render())'
+        )
+
+
+def _report(bundle: Bundle, replayed: Replayed, as_json: bool) -> None:
+    from ..files import to_json
+    from .blocks import say, show
+
+    if as_json:
+        fields = {"verdict": replayed.verdict, "differences": replayed.differences, "notes": replayed.notes}
+        click.echo(to_json({**fields, "incident": replayed.incident.to_dict()}))
+        return
+    step, verdict = bundle.incident.step, replayed.verdict
+    found = replayed.incident
+    if found.was_investigated:
+        show(found, f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
+    else:
+        say(f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
+        say(f"  {found.cause.explanation if not replayed.differences else found.decision.reasons[0]}")
+    for difference in replayed.differences:
+        say(f"  different: {difference}")
+    for note in replayed.notes:
+        say(f"  note: {note}")
