@@ -28,7 +28,7 @@ class SpikeConfig:
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
     """Committed steps to watch before judging. Until then only a loss of `extreme` times the largest so far is a spike."""
-    extreme: float = option(10.0, gt=1.0)
+    extreme: float = option(1000.0, gt=1.0)
     """See `warmup_steps`."""
     max_consecutive: int = option(5, ge=1)
     """Spikes in a row after which a rollback is asked for."""

@@ -183,8 +183,8 @@ STEADY = [4.0] + [2.0 + 0.1 * (step % 3) for step in range(60)]
         (STEADY, {"loss": 400.0, "consecutive_refusals": 60}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 999.0}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 1001.0}, Action.SKIP),
-        (STEADY[:10], {"loss": 30.0}, Action.COMMIT),  # still watching
-        (STEADY[:10], {"loss": 50.0}, Action.SKIP),  # extreme even so
+        (STEADY[:10], {"loss": 400.0}, Action.COMMIT),  # still watching
+        (STEADY[:10], {"loss": 1e5}, Action.SKIP),  # extreme even so
         ([2.3] + [1e-3] * 60, {"loss": 0.4}, Action.COMMIT),  # a hard batch, easier than the first ones were
         ([2.3] + [1e-3] * 60, {"loss": 9.0}, Action.SKIP),
         ([-50.0 - step for step in range(60)], {"loss": -40.0}, Action.COMMIT),
