@@ -40,7 +40,7 @@ def compact(incident: Incident, command: str = "") -> list[str]:
         *paragraph("INPUTS", inputs, max_lines=1),
         *_samples(incident),
         *paragraph("FIX", _fix(incident), max_lines=3),
-        *paragraph("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
+        row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
     ]
 
 
@@ -55,6 +55,11 @@ def answers(incident: Incident) -> list[str]:
         outcome = f"finite{loss}" if remedy.finite else "still bad"
         lines += paragraph("TRIED" if index == 0 else "", f"{remedy.detail or remedy.name}: {outcome}")
     return [*lines, *paragraph("REPLAY", replayed(incident))]
+
+
+def row(label: str, text: str) -> str:
+    """The text beside its label, in one piece: a command must be copied whole."""
+    return f"  {label:{LABEL}}{printable(text)}"
 
 
 def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
@@ -77,7 +82,8 @@ def printable(text: str) -> str:
 
 def _first_bad_operation(incident: Incident, context: int) -> list[str]:
     place, *source = source_lines(incident, context) or [""]
-    lines = paragraph("FIRST BAD OP", headline(incident) + (f", at {place}" if place else ""))
+    at = "first used at" if incident.origin.phase in ("data", "params") else "at"
+    lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at} {place}" if place else ""))
     return [*lines, *(f"{' ' * (LABEL + 2)}{line}" for line in source)]
 
 
@@ -90,7 +96,7 @@ def headline(incident: Incident) -> str:
     )
     kind = f" ({origin.module_type})" if origin.module_type else ""
     if origin.phase == "data":
-        return f"none: the batch itself is bad ({where}{kind})" if origin.name is None else f"{origin.name}, {where}"
+        return "none: the batch itself is bad"
     if origin.phase == "params":
         return f"none: a parameter or buffer {where}{kind} was bad before the step"
     op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name or origin.op}"
@@ -104,7 +110,6 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
     origin = incident.origin
     if origin.file is None or origin.line is None:
         return []
-    digits = len(str(origin.line + context))
     linecache.checkcache(origin.file)
     source = linecache.getlines(origin.file)
     if len(source) < origin.line or source[origin.line - 1].strip() != (origin.code or ""):
@@ -122,7 +127,7 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
             shown.pop(0)
     return [
         f"{printable(_as_typed(origin.file))}:{origin.line}",
-        *(f"{'>' if n == origin.line else ' '} {n:{digits}}  {printable(line)}".rstrip() for n, line in shown),
+        *(f"{'>' if n == origin.line else ' '} {n:4}  {printable(line)}".rstrip() for n, line in shown),
     ]
 
 
@@ -157,7 +162,7 @@ def _fix(incident: Incident) -> str:
         return incident.fix
     if incident.remedies:
         return f"{incident.fix} (not verified: nothing that was tried kept the step finite)"
-    return f"{incident.fix} (not verified: not tried on this step)"
+    return f"{incident.fix} (not verified: no remedy was tried on this step)"
 
 
 def replayed(incident: Incident) -> str:

@@ -27,7 +27,7 @@ EXIT_INCIDENTS = 5
 COMMANDS = {
     "fit": "Train.",
     "resume": "Go on with a run exactly where it was.",
-    "diagnose": "Find the first bad operation: of a config without training, or of a run.",
+    "diagnose": "Find the first bad operation of a config or a run.",
     "replay": "Run the step of an incident again.",
     "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",

@@ -90,5 +90,7 @@ class Console(Sink):
             steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
             self._say(f"incidents: {len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents")
         self._say("what to run next:")
+        if result.incidents:
+            self._say(f"  safetrain diagnose {result.run_dir}    the incidents at length, newest first")
         self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
         self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")

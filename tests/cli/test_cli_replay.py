@@ -102,10 +102,18 @@ def test_the_step_is_reproduced_with_its_weights_buffers_and_dropout(capsys: pyt
     assert run(["replay", str(bundle)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("REPLAY of step 5: reproduced\n")
-    for label in ("FIRST BAD OP  log", "WHY", "INPUTS", "SAMPLES       1", "FIX", "Verified", "REPLAY        reproduced, twice"):
+    for label in (
+        "FIRST BAD OP  log",
+        "WHY",
+        "INPUTS",
+        "SAMPLES       1",
+        "FIX",
+        "Verified",
+        "REPLAY        reproduced, twice",
+    ):
         assert label in text
     assert ">" in text
-    assert "  40  rates = rates * scale\n" in text
+    assert "    40  rates = rates * scale\n" in text
     assert "example_loss" not in text  # which is another function
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 120
@@ -143,7 +151,9 @@ def test_another_origin_or_loss_is_different(capsys: pytest.CaptureFixture[str])
     assert "phase: data now, forward recorded" in text
 
 
-def test_a_finite_incident_is_reproduced_when_its_loss_is_the_same_to_the_bit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finite_incident_is_reproduced_when_its_loss_is_the_same_to_the_bit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     bundle = fit()
     recorded = json.loads((bundle / "incident.json").read_text())
     recorded["trigger"] = {"guard": "spike", "signal": "loss", "value": 7.5}
@@ -191,9 +201,7 @@ def test_a_run_made_in_python_says_what_to_do(capsys: pytest.CaptureFixture[str]
 
     config = {"loop": {"device": "cpu"}, "logging": {"console": "off", "tensorboard": False}}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = SafeTrainer(
-        model, loss_fn=loss_fn, optimizer=optimizer, train_data=batches, config=config, run_dir="out"
-    )
+    trainer = SafeTrainer(model, loss_fn=loss_fn, optimizer=optimizer, train_data=batches, config=config, run_dir="out")
     trainer.fit()
     bundle = "out/incidents/step-000002"
     assert run(["replay", bundle]) == 2
@@ -311,7 +319,9 @@ def test_what_is_not_a_bundle_is_said(capsys: pytest.CaptureFixture[str]) -> Non
 def test_an_exception_in_user_code_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = fit()
     source = Path("parts_for_replay.py")
-    source.write_text(source.read_text().replace("        self.norm = nn.BatchNorm1d(3)", "        raise KeyError('no')"))
+    source.write_text(
+        source.read_text().replace("        self.norm = nn.BatchNorm1d(3)", "        raise KeyError('no')")
+    )
     del sys.modules["parts_for_replay"]
     assert run(["replay", str(bundle)]) == 1
     assert "KeyError: 'no'" in capsys.readouterr().err
