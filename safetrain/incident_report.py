@@ -23,6 +23,14 @@ NUM_SAMPLES = 12
 """Sample indices that are listed; the rest is counted."""
 
 
+_LONG_LIST = re.compile(rf"\[\d+(?:, \d+){{{NUM_SAMPLES},}}\]")
+
+
+def _shortened(found: re.Match[str]) -> str:
+    numbers = found[0][1:-1].split(", ")
+    return f"[{', '.join(numbers[:3])}, … {numbers[-1]}: {len(numbers)} in all]"
+
+
 def width() -> int:
     """Columns to write for: those of the terminal, within what reads well; 100 where there is none."""
     return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
@@ -39,7 +47,7 @@ def compact(incident: Incident, command: str = "") -> list[str]:
         *paragraph("WHY", _why(incident), max_lines=2),
         *paragraph("INPUTS", inputs, max_lines=1),
         *_samples(incident),
-        *paragraph("FIX", _fix(incident), max_lines=3),
+        *paragraph("FIX", _fix(incident), max_lines=4),
         row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
     ]
 
@@ -65,7 +73,7 @@ def row(label: str, text: str) -> str:
 def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
     """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
     lines = textwrap.wrap(
-        printable(text),
+        printable(_LONG_LIST.sub(_shortened, text)),
         width() - LABEL - 2,
         max_lines=max_lines,
         placeholder=" …",

@@ -249,7 +249,7 @@ def nasty() -> Incident:
         samples=list(range(30)),
         propagation=["head `0`", "the loss"],
         remedies=[Remedy("retry", False, float("nan"), "a | b")],
-        fix="use __that__",
+        fix=f"use __that__ without {list(range(40))}",
         path="incidents/step-000007",
     )  # fmt: skip
 
@@ -287,5 +287,7 @@ def test_the_terminal_gets_no_control_codes_and_no_endless_lists() -> None:
     text = nasty().render("runs/x")
     assert "\x1b" not in text
     assert "10, 11 and 18 more" in text
+    assert "without [0, 1, 2, … 39: 40 in all]" in text
     assert "safetrain replay runs/x/incidents/step-000007" in text
     assert len(text.splitlines()) <= 14
+    assert max(map(len, text.splitlines())) <= 120
