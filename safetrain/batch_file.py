@@ -106,12 +106,12 @@ def _class(target: str, import_class: ImportClass) -> Any:
 
 
 def _target_of(cls: type) -> str:
-    """As in a config: `file.py:Name` for a class of a source file, else `package.module.Name`."""
+    """As in a config: `package.module.Name`, or `file.py:Name` for a class of a file that is not in a package."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if "<locals>" in name:
         raise UsageError(f"{name} cannot be found again, because it was made inside a function.")
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if name in _KNOWN or file is None or "site-packages" in file or not file.endswith(".py"):
+    if name in _KNOWN or file is None or "." in cls.__module__ or "site-packages" in file or not file.endswith(".py"):
         return name
     return f"{os.path.abspath(file)}:{cls.__qualname__}"
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 INCIDENT, REPLAY, INCIDENTS = "incident.json", "replay.pt", "incidents"
 REPLAY_SCHEMA = 1
+CONTENTS = {
+    "schema", "random_state", "precision", "loss_scale", "loss", "num_committed", "is_late", "eval_mode", "islands", "patches",
+    "window", "model", "buffers", "beside", "checkpoint", "optimizer",
+}  # fmt: skip
 
 
 def write_report(directory: Path, incident: Incident) -> None:
@@ -177,7 +181,7 @@ def read_bundle(path: str | Path) -> Bundle:
             f"{file} is not as safetrain wrote it, and nothing of it was run: {what}\n"
             "To fix: get the bundle again from where the run was."
         ) from error
-    if not is_known:
+    if not is_known or not contents.keys() >= CONTENTS:
         raise UsageError(
             f"{file} is of a format that this safetrain does not know.\nTo fix: use the version that wrote it."
         )

@@ -96,7 +96,7 @@ class Incident:
 
     def render(self, run_dir: str | Path | None = None) -> str:
         """A short block for a terminal. With the run's directory it ends in the command that replays the step."""
-        from .incident_report import compact, paragraph
+        from .incident_report import compact, paragraph, row
 
         signal = f", {self.trigger.signal} = {_short(self.trigger.value)}" if self.trigger.signal else ""
         lines = [
@@ -110,7 +110,7 @@ class Incident:
         )
         if self.was_investigated:
             return "\n".join([*lines, *compact(self, kept)])
-        return "\n".join([*lines, *paragraph("REPLAY", kept)])
+        return "\n".join([*lines, row("REPLAY", kept)] if kept else lines)
 
     @property
     def was_investigated(self) -> bool:
@@ -119,10 +119,10 @@ class Incident:
 
 CONSEQUENCE = {
     "none": "only examined, nothing was done",
-    "commit": "repaired and committed",
-    "skip": "refused, nothing of it was applied; training goes on",
-    "rollback": "refused, and the training state rolled back",
-    "stop": "refused, nothing of it was applied; the run is stopped",
+    "commit": "step repaired and committed",
+    "skip": "step refused, nothing of it was applied; training goes on",
+    "rollback": "step refused, and the training state rolled back",
+    "stop": "step refused, nothing of it was applied; the run is stopped",
 }
 
 

@@ -23,6 +23,14 @@ NUM_SAMPLES = 12
 """Sample indices that are listed; the rest is counted."""
 
 
+_LONG_LIST = re.compile(rf"\[\d+(?:, \d+){{{NUM_SAMPLES},}}\]")
+
+
+def _shortened(found: re.Match[str]) -> str:
+    numbers = found[0][1:-1].split(", ")
+    return f"[{', '.join(numbers[:3])}, … {numbers[-1]}: {len(numbers)} in all]"
+
+
 def width() -> int:
     """Columns to write for: those of the terminal, within what reads well; 100 where there is none."""
     return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
@@ -39,8 +47,8 @@ def compact(incident: Incident, command: str = "") -> list[str]:
         *paragraph("WHY", _why(incident), max_lines=2),
         *paragraph("INPUTS", inputs, max_lines=1),
         *_samples(incident),
-        *paragraph("FIX", _fix(incident), max_lines=3),
-        *paragraph("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
+        *paragraph("FIX", _fix(incident), max_lines=4),
+        row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
     ]
 
 
@@ -57,10 +65,15 @@ def answers(incident: Incident) -> list[str]:
     return [*lines, *paragraph("REPLAY", replayed(incident))]
 
 
+def row(label: str, text: str) -> str:
+    """The text beside its label, in one piece: a command must be copied whole."""
+    return f"  {label:{LABEL}}{printable(text)}"
+
+
 def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
     """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
     lines = textwrap.wrap(
-        printable(text),
+        printable(_LONG_LIST.sub(_shortened, text)),
         width() - LABEL - 2,
         max_lines=max_lines,
         placeholder=" …",
@@ -77,7 +90,8 @@ def printable(text: str) -> str:
 
 def _first_bad_operation(incident: Incident, context: int) -> list[str]:
     place, *source = source_lines(incident, context) or [""]
-    lines = paragraph("FIRST BAD OP", headline(incident) + (f", at {place}" if place else ""))
+    at = "first used at" if incident.origin.phase in ("data", "params") else "at"
+    lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at} {place}" if place else ""))
     return [*lines, *(f"{' ' * (LABEL + 2)}{line}" for line in source)]
 
 
@@ -90,7 +104,7 @@ def headline(incident: Incident) -> str:
     )
     kind = f" ({origin.module_type})" if origin.module_type else ""
     if origin.phase == "data":
-        return f"none: the batch itself is bad ({where}{kind})" if origin.name is None else f"{origin.name}, {where}"
+        return "none: the batch itself is bad"
     if origin.phase == "params":
         return f"none: a parameter or buffer {where}{kind} was bad before the step"
     op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name or origin.op}"
@@ -104,7 +118,6 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
     origin = incident.origin
     if origin.file is None or origin.line is None:
         return []
-    digits = len(str(origin.line + context))
     linecache.checkcache(origin.file)
     source = linecache.getlines(origin.file)
     if len(source) < origin.line or source[origin.line - 1].strip() != (origin.code or ""):
@@ -122,7 +135,7 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
             shown.pop(0)
     return [
         f"{printable(_as_typed(origin.file))}:{origin.line}",
-        *(f"{'>' if n == origin.line else ' '} {n:{digits}}  {printable(line)}".rstrip() for n, line in shown),
+        *(f"{'>' if n == origin.line else ' '} {n:4}  {printable(line)}".rstrip() for n, line in shown),
     ]
 
 
@@ -157,7 +170,7 @@ def _fix(incident: Incident) -> str:
         return incident.fix
     if incident.remedies:
         return f"{incident.fix} (not verified: nothing that was tried kept the step finite)"
-    return f"{incident.fix} (not verified: not tried on this step)"
+    return f"{incident.fix} (not verified: no remedy was tried on this step)"
 
 
 def replayed(incident: Incident) -> str:

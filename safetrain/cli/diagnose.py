@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def command(
     as_json: bool,
     **flags: str | None,
 ) -> int:
-    """Find the first bad operation.
+    """Find the first bad operation of a config or a run.
 
     Of CONFIG, a file or a recipe's name: builds model and data and examines the first steps, each with the weights as they
     are at the start. Nothing is trained, written or changed. With --scan every batch of the training data is run once, in the
@@ -157,22 +157,23 @@ class Examination:
         self._config.data.shuffle = False
         trainer = self._build(self._config)
         with self._prepared(trainer):
-            batches = self._counted(window[0] for window in _windows(trainer, 1, None))
-            found = find_bad_batches(
-                trainer.model, trainer.training_step, batches, trainer.engine.precision, limit, self._effort(note=True)
-            )
+            precision, effort = trainer.engine.precision, self._effort(note=True)
+            with closing(self._counted(window[0] for window in _windows(trainer, 1, None))) as batches:
+                found = find_bad_batches(trainer.model, trainer.training_step, batches, precision, limit, effort)
         self._stopped = len(found) >= limit
         return found
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         is_watched = sys.stderr.isatty()
-        for batch in batches:
-            self._num_examined += 1
-            if is_watched and self._num_examined % 10 == 0:
-                click.echo(f"\r{self._num_examined} batches scanned", err=True, nl=False)
-            yield batch
-        if is_watched:
-            click.echo("\r\x1b[K", err=True, nl=False)
+        try:
+            for batch in batches:
+                self._num_examined += 1
+                if is_watched and self._num_examined % 10 == 0:
+                    click.echo(f"\r{self._num_examined} batches scanned", err=True, nl=False)
+                yield batch
+        finally:
+            if is_watched:
+                click.echo("\r\x1b[K", err=True, nl=False)
 
     def _build(self, config: Config) -> SafeTrainer:
         from ..trainer import SafeTrainer
@@ -278,7 +279,7 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
     if step is None:
         say(f"{run}: {len(incidents)} incident{'s' if len(incidents) > 1 else ''}, newest first")
     from ..incident import CONSEQUENCE
-    from ..incident_report import paragraph
+    from ..incident_report import paragraph, row
 
     shown: set[Any] = set()
     _share_remedies(every)
@@ -287,7 +288,7 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
         caught = paragraph("CAUGHT BY", "; ".join(incident.decision.reasons))
         _show_once(incident, title, shown, caught)
         if incident.path is not None:
-            say("\n".join(paragraph("AGAIN", f"safetrain replay {run / incident.path}")))
+            say(row("AGAIN", f"safetrain replay {run / incident.path}"))
     return 0
 
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def command(
     bundle: Path, overrides: tuple[str, ...], trusted: bool, device: str | None, no_remedies: bool, as_json: bool
 ) -> int:
-    """Run the step of an incident again: the same batch, random state and weights. Nothing is trained or changed.
+    """Run the step of an incident again.
 
-    BUNDLE is a directory like RUN/incidents/step-000042; the model is built from RUN/config.yaml. What is loaded can run
+    With the same batch, random state and weights. Nothing is trained or changed. BUNDLE is a directory like RUN/incidents/step-000042; the model is built from RUN/config.yaml. What is loaded can run
     nothing, and code that the config names is imported only if it belongs to the current project (it lies below the current
     directory), to torch, or to the recipes of safetrain. For anything else, look at it first and add --trust.
 
@@ -145,7 +145,8 @@ def _report(bundle: Bundle, replayed: Replayed, as_json: bool) -> None:
         show(found, f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
     else:
         say(f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
-        say(f"  {found.cause.explanation if not replayed.differences else found.decision.reasons[0]}")
+        is_same = found.replay.reproduced is True
+        say(f"  {found.decision.reasons[0]}{', and its loss is the recorded one, bit for bit' if is_same else ''}")
     for difference in replayed.differences:
         say(f"  different: {difference}")
     for note in replayed.notes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,10 @@ class Workbench:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
         with torch.no_grad(), undisturbed_rng(), trainer.patches:
             losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
+            peak = trainer.transaction.buffer_peak()
         trainer.transaction.restore()
+        if peak is not None and not math.isfinite(float(peak)):
+            return "the last good batch makes a buffer non-finite too: the state is at fault, not the data"
         loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
         if trainer.last_good.is_as_good(loss):
             return None

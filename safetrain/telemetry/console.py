@@ -107,5 +107,7 @@ class Console(Sink):
         if result.quarantined:
             self._say(f"quarantined samples: {len(result.quarantined)}, listed in {result.run_dir}/quarantine.jsonl")
         self._say("what to run next:")
+        if result.incidents:
+            self._say(f"  safetrain diagnose {result.run_dir}    the incidents at length, newest first")
         self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
         self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")

@@ -113,7 +113,7 @@ def test_the_step_is_reproduced_with_its_weights_buffers_and_dropout(capsys: pyt
     ):
         assert label in text
     assert ">" in text
-    assert "  40  rates = rates * scale\n" in text
+    assert "    40  rates = rates * scale\n" in text
     assert "example_loss" not in text  # which is another function
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 120
