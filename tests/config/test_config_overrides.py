@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetrain import ConfigError
 from safetrain.config import Config, load_config
 from safetrain.config.fields import fields_of
+from safetrain.config.schema import LADDER
 from safetrain.guards import REGISTRY
 from safetrain.options import config_attribute
 
@@ -169,8 +170,11 @@ def as_override(key: str, value: Any) -> str:
     return f"{key}={written.removesuffix('...' + chr(10))}"
 
 
+VALUES = {key: values_of(field) for key, field in FIELDS.items()}
+VALUES["recovery.ladder"] = st.lists(st.sampled_from(LADDER), max_size=3)  # a text that names no rung is a problem
+
 changes = st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none(), max_size=6).flatmap(
-    lambda keys: st.fixed_dictionaries({key: values_of(FIELDS[key]) for key in keys})
+    lambda keys: st.fixed_dictionaries({key: VALUES[key] for key in keys})
 )
 
 
@@ -187,11 +191,7 @@ def test_overrides_set_exactly_what_they_name_in_any_order(given_values: dict[st
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(sorted(FIELDS)).flatmap(
-        lambda key: st.tuples(st.just(key), values_of(FIELDS[key]), values_of(FIELDS[key]))
-    )
-)
+@given(st.sampled_from(sorted(FIELDS)).flatmap(lambda key: st.tuples(st.just(key), VALUES[key], VALUES[key])))
 def test_the_last_override_of_a_key_wins_and_deleting_it_restores_the_default(case: tuple[str, Any, Any]) -> None:
     key, first, second = case
     twice = load_config(None, [as_override(key, first), as_override(key, second)])
