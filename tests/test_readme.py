@@ -123,3 +123,16 @@ def test_links_resolve():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert links
     assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+
+
+def test_the_quickstart_says_what_the_readme_says(tmp_path):
+    shown = marked("quickstart", "text")
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ["logging.console=off", "logging.tensorboard=false"])
+    result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
+    first = result.incidents[0]
+    assert f"INCIDENT at step {first.step}, loss = nan: step repaired and committed" in shown
+    assert first.origin.code.strip() in shown
+    assert f"> {first.origin.line}" in re.sub(r" +", " ", shown)
+    assert f"{first.cause.label}: div got the inputs below" in shown
+    assert f"done: {result.steps} steps committed, {result.skipped} skipped" in shown
+    assert f"incidents: {len(result.incidents)} (at step {', '.join(str(i.step) for i in result.incidents)})" in shown
