@@ -197,7 +197,11 @@ class DeferredCommits:
         trainer = self._trainer
         trainer._remember_good(each.window, view.loss)
         trainer.committed(view, decision)
-        refusals = [(name, verdict) for name, verdict in decision.verdicts.items() if verdict.action is Action.SKIP]
+        refusals = [
+            (name, verdict)
+            for name, verdict in decision.verdicts.items()
+            if verdict.action is Action.SKIP and not verdict.evidence.get("doubtful")
+        ]
         if refusals:
             late = (
                 f"the step was applied before its numbers were read (loop.host_read_every={self._every}), so it could not be "

@@ -27,9 +27,12 @@ class SpikeConfig:
     window: int = option(50, ge=10)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
-    """Committed steps to watch before judging. Until then only a loss of `extreme` times the largest so far is a spike."""
+    """Committed steps to watch before judging by statistics."""
+    early_ratio: float = option(1.5, gt=1.0)
+    """Until then, a loss of this many times the largest so far makes the last good batch be looked at: if that has become as
+    bad, the learning rate is too high and training starts again at a lower one; if not, the step passes unnoticed."""
     extreme: float = option(1000.0, gt=1.0)
-    """See `warmup_steps`."""
+    """Until then, a loss of this many times the largest so far is a spike in any case."""
     max_consecutive: int = option(5, ge=1)
     """Spikes in a row after which a rollback is asked for."""
     accept_after: int = option(60, ge=1)
@@ -60,7 +63,14 @@ class Spike(Guard):
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
         is_early = len(self.losses) < self.config.warmup_steps
-        evidence = {"signal": signal, "value": value, "usual": self.losses.center, "early": is_early}
+        doubtful = is_early and view.loss <= self._early_limit(self.config.extreme)
+        evidence = {
+            "signal": signal,
+            "value": value,
+            "usual": self.losses.center,
+            "early": is_early,
+            "doubtful": doubtful,
+        }
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
             return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
@@ -70,7 +80,7 @@ class Spike(Guard):
         if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:
             return None  # nearly every step ends here, before anything is sorted
         if len(self.losses) < self.config.warmup_steps:
-            limit = self.config.extreme * max(abs(v) for v in self.losses.values)
+            limit = self._early_limit(self.config.early_ratio)
             return f"loss {loss:.4g} during warm-up, more than {limit:.4g}" if loss > limit > 0 else None
         center, spread = self.losses.center, self.losses.spread
         limit = max(
@@ -82,6 +92,9 @@ class Spike(Guard):
             return None
         z = f"{(loss - center) / spread:.3g} deviations" if spread > 0 else "far"
         return f"loss {loss:.4g} is {z} above the usual {center:.4g}"
+
+    def _early_limit(self, ratio: float) -> float:
+        return ratio * max(abs(value) for value in self.losses.values)
 
     def _norm_spike(self, norm: float) -> str | None:
         if not math.isfinite(norm) or len(self.norms) < self.config.warmup_steps or norm <= self.norms.largest:

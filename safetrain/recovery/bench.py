@@ -18,7 +18,7 @@ from ..guards.islands import Islands
 from ..incident import Origin
 from ..quarantine import Quarantine
 from ..rng import undisturbed_rng
-from ..verdict import Action
+from ..verdict import Action, merge
 from .case import Case, LastGood, Settlement
 
 if TYPE_CHECKING:
@@ -89,7 +89,24 @@ class Workbench:
                 incident.fix = fix  # what was tried then holds for the same line now
 
     def absolve(self, case: Case) -> bool:
-        """Commit a step whose only blemish is a buffer that nothing depends on (a metric, say), and watch it no longer."""
+        """Commit a step that was refused without need; it is no incident."""
+        return self._has_harmless_buffer(case) or self._is_hard_batch(case)
+
+    def _is_hard_batch(self, case: Case) -> bool:
+        """A loss that was only doubtful, while the last good batch is as good as it was: the step counts as if never doubted."""
+        trainer, verdicts = self._trainer, case.decision.verdicts
+        refusing = [verdict for verdict in verdicts.values() if verdict.action > Action.COMMIT]
+        if case.is_late or not refusing or not all(verdict.evidence.get("doubtful") for verdict in refusing):
+            return False
+        if not self.has_good_batch() or self.state_problem() is not None:
+            return False
+        trainer.transaction.rewind()
+        measurement, limits = trainer._attempt(case.window)
+        passing = [(name, verdict) for name, verdict in verdicts.items() if verdict.action is Action.COMMIT]
+        return trainer._commit(measurement, trainer._view(measurement, limits), merge(passing), case.window)
+
+    def _has_harmless_buffer(self, case: Case) -> bool:
+        """A buffer that nothing depends on (a metric, say) is not finite, and nothing else: watch it no longer."""
         trainer = self._trainer
         is_healthy = case.diagnosis is not None and case.diagnosis.healthy
         if not is_healthy or case.incident.trigger.signal != "buffers":

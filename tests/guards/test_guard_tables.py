@@ -183,8 +183,9 @@ STEADY = [4.0] + [2.0 + 0.1 * (step % 3) for step in range(60)]
         (STEADY, {"loss": 400.0, "consecutive_refusals": 60}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 999.0}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 1001.0}, Action.SKIP),
-        (STEADY[:10], {"loss": 400.0}, Action.COMMIT),  # still watching
-        (STEADY[:10], {"loss": 1e5}, Action.SKIP),  # extreme even so
+        (STEADY[:10], {"loss": 5.9}, Action.COMMIT),  # still watching
+        (STEADY[:10], {"loss": 6.1}, Action.SKIP),  # doubtful
+        (STEADY[:10], {"loss": 1e5}, Action.SKIP),  # extreme
         ([2.3] + [1e-3] * 60, {"loss": 0.4}, Action.COMMIT),  # a hard batch, easier than the first ones were
         ([2.3] + [1e-3] * 60, {"loss": 9.0}, Action.SKIP),
         ([-50.0 - step for step in range(60)], {"loss": -40.0}, Action.COMMIT),
@@ -195,6 +196,13 @@ STEADY = [4.0] + [2.0 + 0.1 * (step % 3) for step in range(60)]
 def test_spike(history, fields, action):
     verdict = taught(Spike(), history).judge(view(**fields))
     assert verdict.action is action
+
+
+def test_a_spike_in_warm_up_is_only_doubtful_unless_it_is_extreme():
+    spike = taught(Spike(), STEADY[:10])
+    assert spike.judge(view(loss=400.0)).evidence["doubtful"]
+    assert not spike.judge(view(loss=1e5)).evidence["doubtful"]
+    assert not taught(Spike(), STEADY).judge(view(loss=400.0)).evidence["doubtful"]
 
 
 def test_spike_says_when_it_accepts_a_new_level_and_learns_it_afresh():

@@ -1,0 +1,39 @@
+"""A loss that is suspicious early in a run: a hard batch passes unnoticed, a learning rate that is too high does not."""
+
+import torch
+from small import assert_same, make_batches, make_model, mse
+
+
+def hard_in_between(count):
+    batches = make_batches(count)
+    batches[6][1].mul_(6.0)
+    return batches
+
+
+def test_a_hard_batch_passes_and_the_numbers_are_those_of_a_run_without_guards(make_trainer):
+    batches = hard_in_between(15)
+    states = []
+    for guards in ({"clip": None}, None):
+        torch.manual_seed(1)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        trainer = make_trainer(model, optimizer=optimizer, train_data=batches, config={"guards": guards})
+        torch.manual_seed(2)
+        result = trainer.fit()
+        assert result.healthy
+        assert result.losses[6] > 1.5 * max(result.losses[:6])
+        states.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*states)
+
+
+def test_a_learning_rate_that_makes_known_batches_worse_is_left_at_once(make_trainer):
+    x = torch.randn(64, 6)
+    batches = [(x, x.sum(1, keepdim=True))] * 60
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    result = make_trainer(
+        model, loss_fn=mse, optimizer=optimizer, train_data=batches, config={"loop": {"max_steps": 50}}
+    ).fit()
+    assert result.incidents[0].step <= 3
+    assert any(reason.startswith("restart:") for reason in result.incidents[0].decision.reasons)
+    assert result.final_loss < 0.1 * result.losses[0]
