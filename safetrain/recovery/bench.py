@@ -18,7 +18,7 @@ from ..guards.islands import Islands
 from ..incident import Origin
 from ..quarantine import Quarantine
 from ..rng import undisturbed_rng
-from ..verdict import Action, merge
+from ..verdict import Action, Decision, merge
 from .case import Case, LastGood, Settlement
 
 if TYPE_CHECKING:
@@ -93,17 +93,18 @@ class Workbench:
         return self._has_harmless_buffer(case) or self._is_hard_batch(case)
 
     def _is_hard_batch(self, case: Case) -> bool:
-        """A loss that was only doubtful, while the last good batch is as good as it was: the step counts as if never doubted."""
-        trainer, verdicts = self._trainer, case.decision.verdicts
-        refusing = [verdict for verdict in verdicts.values() if verdict.action > Action.COMMIT]
-        if case.is_late or not refusing or not all(verdict.evidence.get("doubtful") for verdict in refusing):
+        """A loss that was only doubtful counts as if never doubted: when the last good batch is as good as it was, or when
+        training may not be started again, which is all that could be done about it."""
+        trainer = self._trainer
+        undoubted = _without_doubts(case.decision)
+        if case.is_late or undoubted.action is not Action.COMMIT:
             return False
-        if not self.has_good_batch() or self.state_problem() is not None:
+        may_restart = trainer.ladder.may_climb("restart")
+        if may_restart and (not self.has_good_batch() or self.state_problem() is not None):
             return False
         trainer.transaction.rewind()
         measurement, limits = trainer._attempt(case.window)
-        passing = [(name, verdict) for name, verdict in verdicts.items() if verdict.action is Action.COMMIT]
-        return trainer._commit(measurement, trainer._view(measurement, limits), merge(passing), case.window)
+        return trainer._commit(measurement, trainer._view(measurement, limits), undoubted, case.window)
 
     def _has_harmless_buffer(self, case: Case) -> bool:
         """A buffer that nothing depends on (a metric, say) is not finite, and nothing else: watch it no longer."""
@@ -132,7 +133,7 @@ class Workbench:
             except Exception:  # what made the step raise the first time does so again: no help, and told already
                 break
             view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
-            decision = trainer._judge(view)
+            decision = _without_doubts(trainer._judge(view))
             if decision.action is not Action.COMMIT:
                 break
             if not view.scaler_overflow:
@@ -243,6 +244,14 @@ class Workbench:
             self.quarantine.load_state_dict(state["quarantine"])
         if state["losses"] is not None:
             self._trainer.last_good = LastGood.resumed(*state["losses"])
+
+
+def _without_doubts(decision: Decision) -> Decision:
+    """What the guards say if a loss that is only doubtful passes."""
+    doubtful = {
+        name for name, v in decision.verdicts.items() if v.action > Action.COMMIT and v.evidence.get("doubtful")
+    }
+    return merge((name, verdict) for name, verdict in decision.verdicts.items() if name not in doubtful)
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -56,6 +56,10 @@ class Ladder:
         reason = f"recovery: {self.num_refused} refused steps in this run, recovery.max_refusals is {limit}"
         return Settlement(Action.STOP, [*outcome.reasons, reason])
 
+    def may_climb(self, name: str) -> bool:
+        """Whether a rung is on this ladder and within its budget."""
+        return any(rung.name == name and self.spent[rung.purse] < rung.budget(self.config) for rung in self.rungs)
+
     def _allowed(self, rung: Rung) -> bool:
         is_ours = type(rung) in RUNGS.values()  # who puts one of their own on the ladder has allowed it
         return not (rung.changes_the_computation and is_ours) or rung.name in self.config.heal
