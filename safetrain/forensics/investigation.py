@@ -52,6 +52,8 @@ class Diagnosis:
     """The safe variant that kept the step finite: `with diagnosis.patch.active():` around a step puts it in."""
     island: str | None = None
     """The module that, kept in fp32, kept the step finite."""
+    anomaly: str = ""
+    """What autograd's anomaly mode said, if it was asked; its first line."""
     seconds: float = 0.0
 
     def fill(self, incident: Incident) -> None:
@@ -154,6 +156,8 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     diagnosis.propagation = propagation(finding, replayer)
     again = replayer.plain()
     diagnosis.replay = _replay_of(replayer, trace, again)
+    if effort.anomaly:
+        diagnosis.anomaly = _anomaly(replayer)
     found = Samples([])
     if effort.samples and finding.phase not in ("params", "optimizer"):
         found = _search_samples(replayer, finding, effort)
@@ -174,6 +178,11 @@ def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Sam
         return sample_search.search(replayer, finding, effort.max_replays // 2)
     except Exception as error:
         return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
+
+
+def _anomaly(replayer: Replayer) -> str:
+    error = replayer.plain(changes=[torch.autograd.detect_anomaly()]).error
+    return "nothing" if error is None else str(error).splitlines()[0]
 
 
 def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:

@@ -61,5 +61,7 @@ class Effort:
     is_known: Callable[[Origin], bool] = lambda origin: False
     """Remedies are not tried again for an origin of which this says yes."""
     samples: bool = True
+    anomaly: bool = False
+    """Also replay the step in autograd's anomaly mode, and tell what that says."""
     max_replays: int = 64
     """Upper bound on the replays that search samples and try remedies."""

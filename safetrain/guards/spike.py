@@ -18,6 +18,8 @@ from .base import Guard
 class SpikeConfig:
     z: float = option(6.0, gt=0.0)
     """Deviations above the median of the recent committed losses that make a spike."""
+    log_z: float = option(4.0, ge=0.0)
+    """… and deviations of the logarithms, where all recent losses are positive: single samples have losses with a long tail."""
     min_ratio: float = option(1.2, ge=1.0)
     """A spike is also this many times the median, and above every recent loss: small steady losses have tiny deviations."""
     of_start: float = option(0.5, ge=0.0)
@@ -28,7 +30,7 @@ class SpikeConfig:
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
     """Committed steps to watch before judging by statistics."""
-    early_ratio: float = option(1.5, gt=1.0)
+    early_ratio: float = option(5.0, gt=1.0)
     """Until then, a loss of this many times the largest so far makes the last good batch be looked at: if that has become as
     bad, the learning rate is too high and training starts again at a lower one; if not, the step passes unnoticed."""
     extreme: float = option(1000.0, gt=1.0)
@@ -88,10 +90,16 @@ class Spike(Guard):
             center + (self.config.min_ratio - 1.0) * abs(center),
             self.config.of_start * self.start,
         )
-        if loss <= limit:
+        if loss <= limit or self._is_in_tail(loss):
             return None
         z = f"{(loss - center) / spread:.3g} deviations" if spread > 0 else "far"
         return f"loss {loss:.4g} is {z} above the usual {center:.4g}"
+
+    def _is_in_tail(self, loss: float) -> bool:
+        if min(self.losses.values) <= 0.0:
+            return False
+        logs = Recent(len(self.losses), map(math.log, self.losses.values))
+        return math.log(loss) <= logs.center + self.config.log_z * logs.spread
 
     def _early_limit(self, ratio: float) -> float:
         return ratio * max(abs(value) for value in self.losses.values)

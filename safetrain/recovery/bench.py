@@ -13,6 +13,7 @@ from .. import gradients
 from ..batch import copied
 from ..bundle import write_replay
 from ..errors import CheckpointError
+from ..files import to_json, write_text
 from ..forensics import Effort, Step, diagnose
 from ..guards.islands import Islands
 from ..incident import Origin
@@ -56,10 +57,18 @@ class Workbench:
             return
         step = f"the replay of step {case.view.step}"
         try:
+            if recorded := self._flight_records(case):
+                write_text(directory / "flight_recorder.json", to_json(recorded, indent=2) + "\n")
             for part in write_replay(directory, trainer, case):
                 trainer.run.warn(f"{step} is kept without {part}")
         except Exception as error:  # a full disk, or a state that cannot be written, must not end the run
             trainer.run.warn(f"{step} could not be written: {error}")
+
+    def _flight_records(self, case: Case) -> dict[str, Any]:
+        """What guards have recorded of the steps before, and measured in this one, by guard."""
+        records = {guard.name: guard.records() for guard in self._trainer.guards if hasattr(guard, "records")}
+        evidence = {name: verdict.evidence.get("activations") for name, verdict in case.decision.verdicts.items()}
+        return {name: {"before": before, "refused": evidence.get(name)} for name, before in records.items()}
 
     def _diagnose(self, case: Case) -> None:
         trainer, incident = self._trainer, case.incident
@@ -75,13 +84,17 @@ class Workbench:
             loss=case.view.loss if len(case.window) == 1 else None,
         )
         effort = Effort(
-            remedies=trainer.config.forensics.remedies, is_known=lambda origin: _place(origin) in self._known
+            remedies=trainer.config.forensics.remedies,
+            is_known=lambda origin: _place(origin) in self._known,
+            anomaly=any(verdict.evidence.get("detect_anomaly") for verdict in case.decision.verdicts.values()),
         )
         with trainer.patches.uncounted():  # the step ran with them
             diagnosis = diagnose(step, effort)
         trainer.transaction.expect_weights()  # the update was tried on them
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
+        if diagnosis.anomaly:
+            incident.cause.explanation += f"; autograd's anomaly mode says: {diagnosis.anomaly}"
         if diagnosis.origin.op is not None:
             first, fix = self._known.setdefault(_place(diagnosis.origin), (incident.id, incident.fix))
             if first != incident.id:

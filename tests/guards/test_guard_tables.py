@@ -183,14 +183,16 @@ STEADY = [4.0] + [2.0 + 0.1 * (step % 3) for step in range(60)]
         (STEADY, {"loss": 400.0, "consecutive_refusals": 60}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 999.0}, Action.COMMIT),
         (STEADY, {"loss": 2.2, "grad_norm": 1001.0}, Action.SKIP),
-        (STEADY[:10], {"loss": 5.9}, Action.COMMIT),  # still watching
-        (STEADY[:10], {"loss": 6.1}, Action.SKIP),  # doubtful
+        (STEADY[:10], {"loss": 19.0}, Action.COMMIT),  # still watching
+        (STEADY[:10], {"loss": 21.0}, Action.SKIP),  # doubtful
         (STEADY[:10], {"loss": 1e5}, Action.SKIP),  # extreme
         ([2.3] + [1e-3] * 60, {"loss": 0.4}, Action.COMMIT),  # a hard batch, easier than the first ones were
         ([2.3] + [1e-3] * 60, {"loss": 9.0}, Action.SKIP),
         ([-50.0 - step for step in range(60)], {"loss": -40.0}, Action.COMMIT),
         ([-50.0 - step for step in range(60)], {"loss": 4e3}, Action.SKIP),
         ([], {"loss": 1e9}, Action.COMMIT),
+        ([2.0] + [(step % 10) ** 2 / 30 + 0.001 for step in range(60)], {"loss": 12.0}, Action.COMMIT),  # a long tail
+        ([2.0] + [(step % 10) ** 2 / 30 + 0.001 for step in range(60)], {"loss": 1e6}, Action.SKIP),
     ],
 )
 def test_spike(history, fields, action):

@@ -6,7 +6,7 @@ from small import assert_same, make_batches, make_model, mse
 
 def hard_in_between(count):
     batches = make_batches(count)
-    batches[6][1].mul_(6.0)
+    batches[6][1].mul_(12.0)
     return batches
 
 
@@ -21,7 +21,7 @@ def test_a_hard_batch_passes_and_the_numbers_are_those_of_a_run_without_guards(m
         torch.manual_seed(2)
         result = trainer.fit()
         assert result.healthy
-        assert result.losses[6] > 1.5 * max(result.losses[:6])
+        assert result.losses[6] > 5 * max(result.losses[:6])
         states.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*states)
 
@@ -34,6 +34,6 @@ def test_a_learning_rate_that_makes_known_batches_worse_is_left_at_once(make_tra
     result = make_trainer(
         model, loss_fn=mse, optimizer=optimizer, train_data=batches, config={"loop": {"max_steps": 50}}
     ).fit()
-    assert result.incidents[0].step <= 3
+    assert result.incidents[0].step <= 4
     assert any(reason.startswith("restart:") for reason in result.incidents[0].decision.reasons)
     assert result.final_loss < 0.1 * result.losses[0]
