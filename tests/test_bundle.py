@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import linecache
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from safetrain.batch_file import decode, encode
 from safetrain.bundle import incident_from, read_bundle, read_incident
 from safetrain.config import import_target
 from safetrain.errors import UsageError
+from safetrain.forensics.frames import Place
+from safetrain.forensics.substitutes import Patch
 from safetrain.incident import Cause, Incident, Origin, Outcome, Remedy, Trigger
 from safetrain.incident_report import answers, markdown, write_report
+from safetrain.patches import Patches
 from safetrain.replaying import replay
 
 
@@ -82,7 +86,10 @@ def test_islands_and_patches_of_that_time_are_part_of_the_step(tmp_path: Path) -
     assert replayed.notes == ["with its float32 islands: head"]
     # With the line patched, as it was from the next step on, the same batch is healthy.
     line = replayed.incident.origin.line
-    torch.save({**contents, "patches": [[__file__, line, "loss_fn", ["log"], 0]]}, path / "replay.pt")
+    patches = Patches()
+    code = linecache.getline(__file__, line).strip()
+    patches.add(Patch(Place(__file__, line, code, "loss_fn"), frozenset({"log"})))
+    torch.save({**contents, "patches": patches.state_dict()["patches"]}, path / "replay.pt")
     assert replay(read_bundle(path), Counting(), loss_fn).verdict == "not reproduced"
 
 
