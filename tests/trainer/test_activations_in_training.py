@@ -1,5 +1,7 @@
 """The activations guard in a run, and all four that look inside together: one host read, the bits of a plain loop."""
 
+import json
+
 import pytest
 import torch
 from host_reads import HostReads, count_tolist
@@ -119,3 +121,12 @@ def test_with_deferred_reads_the_numbers_belong_to_their_step(make_trainer):
     make_trainer(model, Watching, optimizer=optimizer, train_data=make_batches(8), config=config).fit()
     assert list(seen) == [0, 3, 6]
     assert all(0.0 < value <= 1.0 for value in seen.values())  # a tanh
+
+
+def test_the_flight_recorder_is_kept_with_the_incident(make_trainer):
+    config = {"guards": {"activations": {"modules": ["0"], "every": 1}}}
+    result = make_trainer(train_data=make_batches(8, bad=(5,)), config=config).fit()
+    (incident,) = result.incidents
+    recorded = json.loads((result.run_dir / incident.path / "flight_recorder.json").read_text())["activations"]
+    assert [record["step"] for record in recorded["before"]][-3:] == [2, 3, 4]
+    assert recorded["refused"]["0"]["max_abs"] == "nan"

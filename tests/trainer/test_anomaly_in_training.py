@@ -98,3 +98,10 @@ def test_a_healthy_run_has_the_bits_of_a_plain_one(make_trainer):
         assert make_trainer(model, loss_fn=mse, train_data=batches, config=config).fit().healthy
         states.append(model.state_dict())
     assert_same(*states)
+
+
+def test_on_replay_its_words_are_part_of_the_explanation(make_trainer):
+    config = {"guards": {"anomaly": {}}, "recovery": {"heal": []}}
+    result = make_trainer(loss_fn=where_trap, train_data=marked(8, (5,)), config=config).fit()
+    (incident,) = result.incidents
+    assert "anomaly mode says: Function 'SqrtBackward0' returned nan values" in incident.cause.explanation
