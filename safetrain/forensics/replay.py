@@ -141,7 +141,7 @@ class Replayer:
     def _forward(self, batch: Any, model: nn.Module) -> Tensor:
         from ..assembly import split_loss
 
-        with self.step.autocast():
+        with self.step.autocast(self.model):
             output = self.step.loss_fn(model, batch)
         loss, _ = split_loss(output, "loss_fn")
         return loss

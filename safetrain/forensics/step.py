@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import islands
 from ..errors import UsageError
 from ..incident import Origin
 from ..rng import RandomState
@@ -45,12 +46,10 @@ class Step:
                 f"precision is {self.precision!r}.\nTo fix: use one of {', '.join(map(repr, AUTOCAST_DTYPES))}."
             )
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST_DTYPES[self.precision]
-        if dtype is None:
-            return nullcontext()
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        return torch.autocast(device, dtype=dtype)
+    def autocast(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around a forward pass of the (unwrapped) model; a loss that is kept in float32 stays so."""
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        return islands.autocast(model, device, AUTOCAST_DTYPES[self.precision])
 
 
 @dataclass(frozen=True)
