@@ -29,12 +29,10 @@ class SpikeConfig:
     window: int = option(50, ge=10)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
-    """Committed steps to watch before judging by statistics."""
-    early_ratio: float = option(5.0, gt=1.0)
-    """Until then, a loss of this many times the largest so far makes the last good batch be looked at: if that has become as
-    bad, the learning rate is too high and training starts again at a lower one; if not, the step passes unnoticed."""
+    """Committed steps to watch before judging by statistics. Until then only a loss of `extreme` times the largest so far is a
+    spike; in the first five steps, only if the last good batch has become as bad: the learning rate is too high then."""
     extreme: float = option(1000.0, gt=1.0)
-    """Until then, a loss of this many times the largest so far is a spike in any case."""
+    """See `warmup_steps`."""
     max_consecutive: int = option(5, ge=1)
     """Spikes in a row after which a rollback is asked for."""
     accept_after: int = option(60, ge=1)
@@ -65,7 +63,7 @@ class Spike(Guard):
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
         is_early = len(self.losses) < self.config.warmup_steps
-        doubtful = is_early and view.loss <= self._early_limit(self.config.extreme)
+        doubtful = len(self.losses) < 5  # the first losses say little about what is usual
         evidence = {
             "signal": signal,
             "value": value,
@@ -82,7 +80,7 @@ class Spike(Guard):
         if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:
             return None  # nearly every step ends here, before anything is sorted
         if len(self.losses) < self.config.warmup_steps:
-            limit = self._early_limit(self.config.early_ratio)
+            limit = self.config.extreme * max(abs(value) for value in self.losses.values)
             return f"loss {loss:.4g} during warm-up, more than {limit:.4g}" if loss > limit > 0 else None
         center, spread = self.losses.center, self.losses.spread
         limit = max(
@@ -100,9 +98,6 @@ class Spike(Guard):
             return False
         logs = Recent(len(self.losses), map(math.log, self.losses.values))
         return math.log(loss) <= logs.center + self.config.log_z * logs.spread
-
-    def _early_limit(self, ratio: float) -> float:
-        return ratio * max(abs(value) for value in self.losses.values)
 
     def _norm_spike(self, norm: float) -> str | None:
         if not math.isfinite(norm) or len(self.norms) < self.config.warmup_steps or norm <= self.norms.largest:
