@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .guards import Guard
     from .incident import Incident
     from .options import option
+    from .preflight import CheckReport, check
     from .result import FitResult
     from .trainer import SafeTrainer
     from .verdict import Action, Verdict
@@ -50,6 +51,7 @@ _HOMES = {
     "guards": ("Guard",),
     "incident": ("Incident",),
     "options": ("option",),
+    "preflight": ("CheckReport", "check"),
     "result": ("FitResult",),
     "trainer": ("SafeTrainer",),
     "verdict": ("Action", "Verdict"),
@@ -59,6 +61,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Action",
+    "CheckReport",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -77,6 +80,7 @@ __all__ = [
     "TrainingStopped",
     "UsageError",
     "Verdict",
+    "check",
     "load_config",
     "option",
     "safe",

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import DistNetworkError
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .config.schema import Target
+from .config.schema import LoopConfig, Target
 from .config.targets import import_target, instantiate
+from .engine import Engine
 from .errors import ConfigError, LossError, UsageError
 from .guards import REGISTRY, Guard
 
 LossFn = Callable[[nn.Module, Any], Any]
+
+
+def open_engine(loop: LoopConfig) -> Engine:
+    """The machine to train on. That the processes cannot reach each other is a matter of how they were started."""
+    try:
+        return Engine(loop)
+    except DistNetworkError as error:
+        address, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
+        if "EADDRINUSE" in str(error):
+            problem = f"port {port}, at which the processes of this run are to meet, is in use by another program"
+            fix = "start it with another port (torchrun --master-port N, or MASTER_PORT=N), or with torchrun --standalone, which finds a free one"
+        else:
+            problem = f"the processes of this run could not meet at {address}:{port}: {str(error).splitlines()[0]}"
+            fix = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
+        raise UsageError(f"{problem}.\nTo fix: {fix}.") from error
 
 
 def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> list[Guard]:
@@ -141,7 +159,7 @@ def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]
 def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
     """The loss and the scalar metrics beside it, out of what a step returned; other values are left aside."""
     metrics: dict[str, Any] = {}
-    if isinstance(output, Mapping):
+    if not isinstance(output, Tensor) and isinstance(output, Mapping):
         if "loss" not in output:
             raise LossError(
                 f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}."
@@ -165,7 +183,7 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
         raise LossError(
             f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss."
         )
-    return output.reshape(()), metrics
+    return output if output.dim() == 0 else output.reshape(()), metrics
 
 
 def check_graph(loss: Tensor, where: str) -> None:

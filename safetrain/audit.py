@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .collective import gather
 from .ema import Ema
 from .gradients import numbers_of, peak
+from .sharding import is_sharded, local
 from .transaction import Transaction
 
 
@@ -20,6 +22,7 @@ class Audit:
     def __init__(self, model: nn.Module, optimizer: Optimizer, transaction: Transaction, ema: Ema | None) -> None:
         self._model, self._optimizer, self._transaction, self._ema = model, optimizer, transaction, ema
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self._is_sharded = is_sharded(model)
 
     def state_peak(self) -> Tensor | None:
         """Largest absolute value over parameters, optimizer state and moving average; stays on the device.
@@ -40,19 +43,22 @@ class Audit:
         written = self._transaction.written_parameters
         labelled = ((name if name in written else f"buffer {name}", buffer) for name, buffer in buffers)
         named = [*self._persistent(), *labelled]
-        return {name: problem for name, tensor in named if (problem := _problem(tensor))}
+        problems = {name: problem for name, tensor in named if (problem := _problem(tensor))}
+        if self._is_sharded:  # each process sees its own part only
+            return {name: problem for found in gather(problems) for name, problem in found.items()}
+        return problems
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
         ignored = self._transaction.born_bad | self._transaction.written_parameters
         for name, weight in self._model.named_parameters():
             if name not in ignored and _has_floats(weight):
-                yield name, weight.detach()
+                yield name, local(weight.detach())
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and _has_floats(value):
-                    yield f"optimizer {key} of {self._names.get(id(parameter), 'a parameter')}", value
+                    yield f"optimizer {key} of {self._names.get(id(parameter), 'a parameter')}", local(value)
         if self._ema is not None:
-            yield from ((f"ema {name}", weight) for name, weight in self._ema.weights.items())
+            yield from ((f"ema {name}", local(weight)) for name, weight in self._ema.weights.items())
 
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -66,19 +72,20 @@ def is_second_moment(name: str) -> bool:
 
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Smallest and largest value of each floating-point tensor; both are NaN if one of its values is."""
+    """Smallest and largest value of each floating-point tensor, or of this process's part of it; both are NaN if one of its values is."""
     names: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     pairs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for name, tensor in tensors.items():
+        tensor = local(tensor)
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            extremes = torch.stack(torch.aminmax(real.float() if real.element_size() == 1 else real))  # not for float8
-            names.setdefault((extremes.device, extremes.dtype), []).append(name)
-            pairs.setdefault((extremes.device, extremes.dtype), []).append(extremes)
+            low, high = torch.aminmax(real.float() if real.element_size() == 1 else real)  # not for float8
+            names.setdefault((low.device, low.dtype), []).append(name)
+            pairs.setdefault((low.device, low.dtype), []).extend((low, high))
     peaks: dict[str, tuple[float, float]] = {}
     for kind, found in pairs.items():
-        rows = torch.stack(found).cpu().double().numpy()  # one transfer for each kind of tensor
-        peaks.update((name, (float(low), float(high))) for name, (low, high) in zip(names[kind], rows, strict=True))
+        rows = torch.stack(found).cpu().double().view(-1, 2).numpy().tolist()  # one transfer for each kind of tensor
+        peaks.update((name, (low, high)) for name, (low, high) in zip(names[kind], rows, strict=True))
     return peaks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ def _is_leaf(item: Any) -> bool:
     )
 
 
+def is_flat(batch: Any) -> bool:
+    """A plain tuple or list of tensors, as most batches are: what follows need not look for more."""
+    return type(batch) in (tuple, list) and bool(batch) and all(type(item) is Tensor for item in batch)
+
+
 def leaves(batch: Any) -> Iterator[Any]:
     """Every tensor of the nest, and every object that has `.to`."""
     if _is_leaf(batch):
@@ -64,8 +69,12 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(getattr(batch, field.name, None))
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterable[Tensor]:
     """Every tensor of the nest, also those that an object with `.to` holds as its items or attributes."""
+    return batch if is_flat(batch) else _tensors_in(batch)
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -76,6 +85,8 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 def same_nest(batch: Any) -> Any:
     """New containers around the same tensors: what is taken out of them or put in is not seen by others."""
+    if is_flat(batch):
+        return batch if type(batch) is tuple else list(batch)
     return map_tensors(batch, lambda item: copy.copy(item) if isinstance(item, Mapping) else item)
 
 
@@ -85,6 +96,8 @@ def copied(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
+    if is_flat(batch):
+        return type(batch)([item.to(device) for item in batch])
     return map_tensors(batch, lambda item: item.to(device))
 
 

@@ -2,6 +2,7 @@
 
     incidents/step-000042/   incident.json   what was found, for programs
                              report.md       the same, for people
+                             report.html     the same, as a page
                              replay.pt       batch, random state, weights, buffers, modes, patches, islands, optimizer
 
 The config that builds the model is that of the run, two directories up.
@@ -28,6 +29,7 @@ from .incident import SCHEMA, Incident
 from .islands import islands_of
 from .loadable import rebuild, to_loadable
 from .rundir import CHECKPOINTS
+from .sharding import is_sharded
 
 if TYPE_CHECKING:
     from .recovery import Case
@@ -44,6 +46,9 @@ CONTENTS = {
 def write_report(directory: Path, incident: Incident) -> None:
     write_text(directory / INCIDENT, to_json(incident.to_dict(), indent=2) + "\n")
     incident_report.write_report(incident, directory)
+    from .report import write_incident_page  # only a run with incidents pays for the import
+
+    write_incident_page(directory, incident)
 
 
 # ---- writing what a replay needs -----------------------------------------------------------------------------------
@@ -84,13 +89,14 @@ def write_replay(directory: Path, trainer: SafeTrainer, case: Case) -> list[str]
             left_out.append("the batch, which is larger than forensics.max_bundle_mb")
     except Exception as error:  # whatever the objects in the batch raise when they are taken apart
         left_out.append(f"the batch, which cannot be kept ({type(error).__name__}: {error})")
-    weights = _weights(trainer)
-    if _num_bytes(weights) <= room:
+    weights = {} if (is_spread := is_sharded(trainer.model)) else _weights(trainer)
+    if not is_spread and _num_bytes(weights) <= room:
         contents |= weights
         room -= _num_bytes(weights)
     else:
         contents["checkpoint"] = _checkpoint_of(trainer)
-        left_out.append("the weights, which are larger than forensics.max_bundle_mb")
+        why = "spread over the ranks (FSDP2)" if is_spread else "larger than forensics.max_bundle_mb"
+        left_out.append(f"the weights, which are {why}")
     contents["optimizer"] = _optimizer(trainer, case, room, left_out)
     with replacing(directory / REPLAY) as path:
         torch.save(contents, path)
@@ -117,6 +123,8 @@ def _on_host(values: Any) -> Any:
 def _optimizer(trainer: SafeTrainer, case: Case, room: float, left_out: list[str]) -> dict[str, Any]:
     """Its settings; its moments too when the update is what went wrong."""
     state = trainer.optimizer.state_dict()
+    if is_sharded(trainer.model):
+        return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
     if case.incident.origin.phase == "optimizer" or case.incident.trigger.signal == "update":
         if _num_bytes(state["state"]) <= room:
             return _on_host(to_loadable(state, "the optimizer"))  # type: ignore[no-any-return]
@@ -130,9 +138,7 @@ def _checkpoint_of(trainer: SafeTrainer) -> dict[str, Any] | None:
     from .checkpoint.manifest import Damaged, read_manifest
 
     run = trainer.run
-    if run.dir is None:
-        return None
-    for path in reversed(CheckpointStore(run.dir / CHECKPOINTS).paths()):
+    for path in reversed(CheckpointStore(run.shared_dir / CHECKPOINTS).paths()):
         with contextlib.suppress(Damaged):
             manifest = read_manifest(path)
             is_newer = not run.rollback_steps or manifest.step > run.rollback_steps[-1]

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sharding import local
+
 
 class Copies:
-    """Values of tensors, in memory that is kept from one step to the next."""
+    """Values of tensors, in memory that is kept from one step to the next. Of one that is spread, this process's part."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -49,7 +51,7 @@ class Copies:
         self.tensors = tensors
         self._shapes = [tensor.shape for tensor in tensors]
         unique = list({id(tensor): tensor for tensor in tensors}.values())
-        self._plain = [tensor.detach() for tensor in unique if _is_plain(tensor)]
+        self._plain = [local(tensor.detach()) for tensor in unique if _is_plain(tensor)]
         self._odd = [tensor for tensor in unique if not _is_plain(tensor)]
         self._values = [
             spare[key].pop() if spare.get(key := layout_of(tensor)) else torch.empty_like(tensor)
@@ -65,7 +67,7 @@ class Copies:
         self._arrange([*self.tensors, *tensors])
         for tensor in self.tensors:
             given = known.get(id(tensor))
-            self.value_of[id(tensor)].copy_(tensor.detach() if given is None else given)
+            self.value_of[id(tensor)].copy_(local(tensor.detach()) if given is None else given)
         for tensor, value in zip(tensors, values, strict=True):
             if value is not None:
                 self.value_of[id(tensor)].copy_(value)
@@ -82,4 +84,5 @@ def layout_of(tensor: Tensor | None) -> Any:
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    tensor = local(tensor)
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1

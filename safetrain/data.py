@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from .batch import describe, leaves, num_samples, to_device
+from .batch import describe, is_flat, leaves, num_samples, to_device
 from .config.schema import DataConfig
-from .errors import DataError
-from .sources import RE_ITERABLE, Source, open_source
+from .errors import CheckpointError, DataError
+from .sharing import OwnShare, Shared, has_own_share
+from .sources import RE_ITERABLE, MapData, Source, open_source
 
 
 class BatchStream:
@@ -33,7 +34,7 @@ class BatchStream:
             self._iterator = self._source.open(self.epoch, self.num_consumed)
         window = [self._checked(batch) for batch in itertools.islice(self._iterator, count)]
         self.num_consumed += len(window)
-        if not window and self.num_consumed == 0:
+        if not window and self.num_consumed == self._source.base == 0:
             raise DataError(self._nothing_left())
         return window
 
@@ -52,6 +53,10 @@ class BatchStream:
         ]
         return known if len(known) == len(window) else None
 
+    def num_batches(self) -> int | None:
+        """Micro-batches of an epoch; None if that is not known beforehand."""
+        return self._source.num_batches()
+
     def leave_out(self, ids: Iterable[int]) -> None:
         """Do without these samples from the next epoch on."""
         self._source.leave_out(ids)
@@ -59,7 +64,7 @@ class BatchStream:
     def next_epoch(self) -> None:
         self._iterator = None
         self.epoch += 1
-        self.num_consumed = 0
+        self.num_consumed = self._source.base = 0
 
     def close(self) -> None:
         """Let go of the loader's worker processes."""
@@ -67,19 +72,40 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and what the data itself needs to be entered there again."""
-        return {"epoch": self.epoch, "num_consumed": self.num_consumed, "source": self._source.state_dict()}
+        source = self._source
+        return {
+            "epoch": self.epoch,
+            "num_consumed": self.num_consumed,
+            "base": source.base,
+            "unit": source.unit,
+            "world_size": source.world_size,
+            "source": source.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._iterator = None
-        self.epoch, self.num_consumed = state["epoch"], state["num_consumed"]
-        self._source.load_state_dict(state["source"])
+        """Also of another number of processes: what all of them together consumed of the epoch counts."""
+        source, self._iterator = self._source, None
+        if state["num_consumed"] and state.get("world_size") != source.world_size:
+            raise CheckpointError(
+                f"the training data gives each process its own part, so a run of {state.get('world_size') or 1} processes cannot be "
+                f"resumed by {source.world_size or 1} in the middle of an epoch.\n"
+                "To fix: resume with as many processes; or let safetrain share out the data (pass the Dataset, or a DataLoader "
+                "without DistributedSampler)."
+            )
+        self.epoch = state["epoch"]
+        consumed = state.get("base", 0) + state["num_consumed"] * state.get("unit", source.unit)
+        if consumed % source.unit == 0:
+            source.base, self.num_consumed = 0, consumed // source.unit
+        else:
+            source.base, self.num_consumed = consumed, 0
+        source.load_state_dict(state["source"])
 
     def caveats(self) -> list[str]:
         """What a resume cannot restore exactly, or does slowly."""
         return self._source.caveats()
 
     def _checked(self, batch: Any) -> Any:
-        if next(leaves(batch), None) is None:
+        if not is_flat(batch) and next(leaves(batch), None) is None:
             raise DataError(
                 f"a batch contains no tensor (it is {describe(batch)}).\n"
                 "To fix: let the dataset or its collate_fn return tensors, or objects with a .to(device) method."
@@ -110,6 +136,14 @@ def open_stream(
     world_size: int = 1,
     what: str = "training data",
 ) -> BatchStream:
-    """A stream over a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator."""
-    source = open_source(data, config, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+    """A stream over a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator.
+
+    With several processes, each gets its part of the batches.
+    """
+    if world_size > 1 and (config.sharded or has_own_share(data)):
+        source: Source = OwnShare(open_source(data, config, shuffle=shuffle, seed=seed), world_size)
+    else:
+        source = open_source(data, config, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        if world_size > 1 and not isinstance(source, MapData):
+            source = Shared(source, rank, world_size)
     return BatchStream(source, device, what)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import gradients
+from . import gradients, stepping
 from .errors import UsageError
 from .measure import Measurement
 from .rng import RandomState
@@ -76,6 +76,11 @@ class DeferredCommits:
             )
         if trainer.engine.precision == "fp16":
             raise UsageError(f"loop.host_read_every={self._every} does not work with the fp16 loss scaler.\n{fix}")
+        if trainer.joint is not None:
+            raise UsageError(
+                f"loop.host_read_every={self._every} does not work with several processes: they agree on each step before it is "
+                f"applied.\n{fix}"
+            )
         for guard in trainer.guards:
             if getattr(guard.config, "drop_micro_batch", False):
                 raise UsageError(
@@ -115,7 +120,7 @@ class DeferredCommits:
         optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         with trainer.scaled_lr(self._lr_scale):
-            optimizer.step()
+            stepping.step(optimizer)
         trainer.transaction.restore_where(bad)
         trainer.advance_schedule()
         if trainer.ema is not None:
@@ -197,11 +202,7 @@ class DeferredCommits:
         trainer = self._trainer
         trainer._remember_good(each.window, view.loss)
         trainer.committed(view, decision)
-        refusals = [
-            (name, verdict)
-            for name, verdict in decision.verdicts.items()
-            if verdict.action is Action.SKIP and not verdict.evidence.get("doubtful")
-        ]
+        refusals = [(name, verdict) for name, verdict in decision.verdicts.items() if verdict.action is Action.SKIP]
         if refusals:
             late = (
                 f"the step was applied before its numbers were read (loop.host_read_every={self._every}), so it could not be "
@@ -218,6 +219,10 @@ class DeferredCommits:
         trainer = self._trainer
         if decision.action is Action.STOP and not was_bad:  # the weights have it in them
             trainer.run.stepped(view, decision, "commit", trainer.stream.epoch)
+            told = Verdict(
+                reason=f"the step was applied before its numbers were read (loop.host_read_every={self._every})"
+            )
+            decision = merge([*decision.verdicts.items(), ("loop", told)])
             trainer.resolve_between_steps(view, decision)
         for tensor, value in each.batch:
             tensor.copy_(value)
@@ -250,7 +255,7 @@ class DeferredCommits:
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
-        decision = self._trainer._judge(view)
+        decision = self._trainer._judge(view).undoubted  # a doubt is settled by a look at the step, which is gone
         if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
             verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .collective import gather
+from .sharding import is_spread, local
+
 
 class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -21,7 +24,7 @@ class Ema:
     @torch.no_grad()
     def update(self, refused: Tensor | None = None) -> None:
         """Take in the weights of a committed step. `refused` (0-d bool): decide on the device whether it was one."""
-        averages, current = list(self.weights.values()), [p.detach() for p in self._parameters]
+        averages, current = self._values()
         if refused is None:
             torch._foreach_lerp_(averages, current, 1.0 - self._decay)
             return
@@ -41,10 +44,14 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        averages, current = list(self.weights.values()), [p.detach() for p in self._parameters]
+        averages, current = self._values()
         own = [weight.clone() for weight in current]
         torch._foreach_copy_(current, averages)
         torch._foreach_copy_(averages, own)
+
+    def _values(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Averages and weights: of a model that is spread over processes, this process's parts."""
+        return [local(average) for average in self.weights.values()], [local(p.detach()) for p in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Loadable into the model: its own state_dict with the averages in the places of the weights."""
@@ -56,7 +63,10 @@ class Ema:
 
 def _can_be_averaged(parameter: Tensor) -> bool:
     is_number = parameter.is_floating_point() or parameter.is_complex()
-    return is_number and parameter.element_size() > 1 and bool(torch.isfinite(parameter).all())
+    is_finite = not is_number or bool(torch.isfinite(local(parameter)).all())
+    return (
+        is_number and parameter.element_size() > 1 and all(gather(is_finite) if is_spread(parameter) else [is_finite])
+    )
 
 
 def _widest(flag: Tensor) -> torch.dtype:

@@ -6,33 +6,49 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from .collective import gather
+from .sharding import any_spread, local, total_norm
 from .view import Limits, StepView
 
 
 def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that exist, as dense tensors; a sparse gradient is given by its values, which may be written to."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # duplicate rows would count twice in the norm
-            gradients.append(parameter.grad._values())
-        else:
-            gradients.append(parameter.grad)
-    return gradients
+    return [
+        _dense(parameter) if gradient.is_sparse else gradient
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_` computes it, bit for bit; stays on the device."""
-    return get_total_norm(gradients)
+def _dense(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.coalesce()  # duplicate rows would count twice in the norm
+    return parameter.grad._values()
+
+
+def are_uniform(parameters: Sequence[Tensor]) -> bool:
+    """Ordinary tensors of one type on one device: their gradients are so, too, and need not be sorted by that each step."""
+    kinds = {(type(p), p.dtype, p.device) for p in parameters}
+    return len(kinds) == 1 and all(kind is nn.Parameter and device.type in FOREACH for kind, _, device in kinds)
+
+
+FOREACH = ("cpu", "cuda")
+"""Devices on which `clip_grad_norm_` takes the norms of many tensors at once."""
+
+
+def global_norm(gradients: list[Tensor], uniform: bool = False) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_` computes it, bit for bit; stays on the device. `uniform`: see `are_uniform`."""
+    if uniform and gradients:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[no-any-return]
+    return total_norm(gradients) if any_spread(gradients) else get_total_norm(gradients)
 
 
 def peak(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow."""
+    """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow. In this process's parts."""
+    tensors = [local(t) for t in tensors] if any_spread(tensors) else tensors
     filled = [numbers_of(t) for t in tensors if t.numel()]
     return get_total_norm(filled, math.inf) if filled else None
 
@@ -46,13 +62,18 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 def overflow_free_norm(gradients: Sequence[Tensor]) -> float | None:
     """The true norm when float32 overflowed to Inf, or None when a gradient really is non-finite. Reads the host."""
-    largest = peak(gradients)
-    if largest is None or not math.isfinite(scale := float(largest)):
+    if not gradients or not math.isfinite(scale := _largest(gradients)):
         return None
-    return scale * float(get_total_norm([g / scale for g in gradients]))
+    return scale * float(global_norm([g / scale for g in gradients]))
 
 
-@torch.no_grad()
+def _largest(gradients: Sequence[Tensor]) -> float:
+    """As `peak`, over all processes if the gradients are spread."""
+    largest = peak(gradients)
+    own = 0.0 if largest is None else float(largest)
+    return float(torch.tensor(gather(own)).max()) if any_spread(gradients) else own
+
+
 def clip(
     groups: Sequence[Sequence[Tensor]],
     parameters: Sequence[Tensor],
@@ -74,15 +95,20 @@ def clip(
                 _scale(group, limits.group_norm, group_norm, overflowed)
     if limits.value < math.inf:
         for gradient in collect(parameters):
-            parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            parts.clamp_(-limits.value, limits.value)
+            parts = torch.view_as_real(gradient) if gradient.is_complex() else local(gradient)
+            parts.detach().clamp_(-limits.value, limits.value)
 
 
+@torch.no_grad()
 def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, overflowed: bool) -> None:
-    if not overflowed:
+    if not overflowed and not any_spread(parameters):
         clip_grads_with_norm_(parameters, limit, norm)
         return
-    # The squares do not fit the type, so bring the gradients into its range first.
     gradients = collect(parameters)
-    torch._foreach_div_(gradients, float(peak(gradients)))  # type: ignore[arg-type]
-    torch._foreach_mul_(gradients, limit / float(global_norm(gradients)))
+    parts = [local(gradient) for gradient in gradients]
+    if not overflowed:
+        torch._foreach_mul_(parts, torch.clamp(limit / (norm + 1e-6), max=1.0).to(parts[0].device))
+        return
+    # The squares do not fit the type, so bring the gradients into its range first.
+    torch._foreach_div_(parts, _largest(gradients))
+    torch._foreach_mul_(parts, limit / float(global_norm(gradients)))

@@ -10,6 +10,8 @@ from typing import Any
 from .files import plain
 
 SCHEMA = 1
+STATE_AUDIT = "audit"
+"""What stands for the guard in an incident of the state itself."""
 
 
 @dataclass
@@ -63,6 +65,16 @@ class Replay:
 
 @dataclass
 class Incident:
+    """A refused step: what caught it, what was done, and what its replay has found out.
+
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
+    >>> data[7][0][2] = float("inf")
+    >>> result = SafeTrainer(torch.nn.Linear(3, 1), loss_fn=torch.nn.MSELoss(), train_data=data, config=QUIET).fit()
+    >>> incident = result.incidents[0]
+    >>> incident.step, incident.trigger.guard, incident.cause.label, incident.samples, incident.decision.action
+    (7, 'finite', 'bad_input_data', [2], 'commit')
+    """
+
     step: int
     """Index of the attempted step, from 0: `result.losses[step]` is its loss."""
     time: str
@@ -79,6 +91,8 @@ class Incident:
     schema: int = SCHEMA
     path: str | None = None
     """Directory of the bundle on disk, relative to the run directory; None when none was written."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """With several processes: what each rank says of its own part of the step. `rank` is the guilty one."""
 
     @property
     def id(self) -> str:
@@ -88,19 +102,25 @@ class Incident:
         """As in `incident.json`: JSON types only, non-finite numbers as strings."""
         fields = dataclasses.asdict(self)
         del fields["path"]
+        if not self.ranks:
+            del fields["ranks"]
         result: dict[str, Any] = plain({"schema": fields.pop("schema"), "id": self.id, **fields})
         return result
 
     def headline(self) -> str:
         return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
 
-    def render(self, run_dir: str | Path | None = None) -> str:
-        """A short block for a terminal. With the run's directory it ends in the command that replays the step."""
+    def render(self, run_dir: str | Path | None = None, is_repeated: bool = False) -> str:
+        """A short block for a terminal. With the run's directory it ends in the command that replays the step.
+
+        One that `is_repeated` is shorter still: the same operation has been explained before.
+        """
         from .incident_report import compact, paragraph, row
 
         signal = f", {self.trigger.signal} = {_short(self.trigger.value)}" if self.trigger.signal else ""
+        consequence = CONSEQUENCE_FOR_STATE if self.is_of_state else CONSEQUENCE
         lines = [
-            f"INCIDENT at step {self.step}{signal}: {CONSEQUENCE[self.decision.action]}",
+            f"INCIDENT at step {self.step}{signal}: {consequence[self.decision.action]}",
             *paragraph("CAUGHT BY", "; ".join(self.decision.reasons) or self.trigger.guard, max_lines=3),
         ]
         kept = (
@@ -109,8 +129,15 @@ class Incident:
             else f"safetrain replay {self.path if run_dir is None else f'{run_dir}/{self.path}'}"
         )
         if self.was_investigated:
-            return "\n".join([*lines, *compact(self, kept)])
-        return "\n".join([*lines, row("REPLAY", kept)] if kept else lines)
+            return "\n".join([*lines, *compact(self, kept, is_repeated)])
+        label = f"{self.cause.label}: " if self.cause.label != "unknown" else ""
+        why = paragraph("WHY", f"{label}{self.cause.explanation}", max_lines=3)
+        return "\n".join([*lines, *why, *([row("REPLAY", kept)] if kept else [])])
+
+    @property
+    def is_of_state(self) -> bool:
+        """The state was found to be bad between two steps; no step was refused."""
+        return self.trigger.guard == STATE_AUDIT
 
     @property
     def was_investigated(self) -> bool:
@@ -123,6 +150,10 @@ CONSEQUENCE = {
     "skip": "step refused, nothing of it was applied; training goes on",
     "rollback": "step refused, and the training state rolled back",
     "stop": "step refused, nothing of it was applied; the run is stopped",
+}
+CONSEQUENCE_FOR_STATE = {
+    "rollback": "the state after this step is bad; rolled back to a good one",
+    "stop": "the state after this step is bad and was not saved; the run is stopped",
 }
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 LABEL = 14
 """Columns that the label of a paragraph takes, after an indent of two."""
+NUMBER = 8
+"""Columns that the mark and the number of a line of source take."""
 NUM_SAMPLES = 12
 """Sample indices that are listed; the rest is counted."""
 
@@ -31,32 +34,48 @@ def _shortened(found: re.Match[str]) -> str:
     return f"[{', '.join(numbers[:3])}, … {numbers[-1]}: {len(numbers)} in all]"
 
 
+WIDTH = 100
+"""Columns where there is no terminal."""
+
+
 def width() -> int:
-    """Columns to write for: those of the terminal, within what reads well; 100 where there is none."""
-    return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+    """Columns to write for: those of the terminal, within what reads well."""
+    return min(max(shutil.get_terminal_size((WIDTH, 24)).columns, 50), 120)
 
 
-def compact(incident: Incident, command: str = "") -> list[str]:
+def compact(incident: Incident, command: str = "", is_repeated: bool = False) -> list[str]:
     """The five questions in about ten lines: one line of source around the blamed one, the inputs in one row.
 
-    `command` is what replays the step.
+    `command` is what replays the step. One that `is_repeated` was explained before, so only where and what is said.
     """
-    inputs = _inputs(incident)
+    inputs, more = _inputs(incident) + _plain_divisor(incident), 0 if width() >= 80 else 2
+    if is_repeated:
+        why = paragraph("WHY", f"{incident.cause.label}, as explained above")
+        return [*_first_bad_operation(incident, 0), *why, *_samples(incident), *replay_rows(incident, command)]
     return [
         *_first_bad_operation(incident, context=1),
-        *paragraph("WHY", _why(incident), max_lines=2),
-        *paragraph("INPUTS", inputs, max_lines=1),
+        *paragraph("WHY", _why(incident), max_lines=2 + more),
+        *paragraph("INPUTS", _whose_inputs(incident) + inputs if inputs else "", max_lines=2 + more),
         *_samples(incident),
-        *paragraph("FIX", _fix(incident), max_lines=4),
-        row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident)),
+        *paragraph("FIX", _fix(incident), max_lines=4 + more),
+        *replay_rows(incident, command),
     ]
+
+
+def replay_rows(incident: Incident, command: str) -> list[str]:
+    """How the replay went, and the command for another, in one piece: it is to be copied."""
+    found = row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident))
+    if not command or not sys.stdout.isatty() or len(found) <= width():
+        return [found]
+    return [row("REPLAY", replayed(incident)), f"  {printable(command)}"]
 
 
 def answers(incident: Incident) -> list[str]:
     """The five questions at length, one labelled paragraph each, with the remedies that were tried."""
     lines = [*_first_bad_operation(incident, context=3), *paragraph("WHY", _why(incident))]
     for index, operand in enumerate(incident.origin.inputs[:6]):
-        lines += paragraph("INPUTS" if index == 0 else "", describe_operand(operand))
+        whose = _whose_inputs(incident) if index == 0 else ""
+        lines += paragraph("INPUTS" if index == 0 else "", whose + describe_operand(operand))
     lines += [*_samples(incident), *paragraph("FIX", _fix(incident))]
     for index, remedy in enumerate(incident.remedies):
         loss = f", loss {remedy.loss:.6g}" if remedy.finite and remedy.loss is not None else ""
@@ -92,7 +111,19 @@ def _first_bad_operation(incident: Incident, context: int) -> list[str]:
     place, *source = source_lines(incident, context) or [""]
     at = "first used at" if incident.origin.phase in ("data", "params") else "at"
     lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at} {place}" if place else ""))
-    return [*lines, *(f"{' ' * (LABEL + 2)}{line}" for line in source)]
+    indent = " " * (LABEL + 2) if width() >= 80 else "  "
+    return [*lines, *(f"{indent}{part}" for line in source for part in _fitted(line, width() - len(indent)))]
+
+
+def _fitted(line: str, columns: int) -> list[str]:
+    """A line of source on a narrow terminal: the blamed one is broken and never cut, those around it are cut."""
+    if len(line) <= columns or not sys.stdout.isatty():
+        return [line]
+    if not line.startswith(">"):
+        return [f"{line[: columns - 1]}…"]
+    code = line[NUMBER:]
+    first = textwrap.wrap(code, columns - NUMBER, break_on_hyphens=False, drop_whitespace=False) or [code]
+    return [f"{line[:NUMBER] if index == 0 else ' ' * NUMBER}{part}" for index, part in enumerate(first)]
 
 
 def headline(incident: Incident) -> str:
@@ -134,30 +165,47 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
         while not shown[0][1].strip():
             shown.pop(0)
     return [
-        f"{printable(_as_typed(origin.file))}:{origin.line}",
+        f"{printable(as_typed(origin.file))}:{origin.line}",
         *(f"{'>' if n == origin.line else ' '} {n:4}  {printable(line)}".rstrip() for n, line in shown),
     ]
 
 
-def _as_typed(file: str) -> str:
+def as_typed(file: str) -> str:
     """Relative when it lies below the current directory."""
     below = os.path.relpath(file) if os.path.isabs(file) else file
     return file if below.startswith("..") else below
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _inputs(incident: Incident) -> str:
     return "; ".join(describe_operand(operand) for operand in incident.origin.inputs[:4])
 
 
+def _whose_inputs(incident: Incident) -> str:
+    """In the backward pass they are not what the line above them computes with."""
+    return "of the derivative: " if incident.origin.phase == "backward" else ""
+
+
+def _plain_divisor(incident: Incident) -> str:
+    """A divisor that is no tensor is not among the operands, and must be what is zero."""
+    origin = incident.origin
+    is_plain = origin.name == "div" and origin.phase == "forward" and len(origin.inputs) == 1
+    return "; other: the number 0" if is_plain and incident.cause.label == "division_by_zero" else ""
+
+
 def _why(incident: Incident) -> str:
     explanation, inputs = incident.cause.explanation, _inputs(incident)
     if inputs:  # they are listed below
-        explanation = explanation.replace(f"got {inputs}", "got the inputs below")
+        explanation = explanation.replace(inputs, "the inputs below")
     return f"{incident.cause.label}: {explanation}"
 
 
 def _samples(incident: Incident) -> list[str]:
-    return paragraph("SAMPLES", listed(incident.samples)) if incident.samples else []
+    return paragraph("SAMPLES", f"{listed(incident.samples)} of the batch, counted from 0") if incident.samples else []
 
 
 def listed(numbers: list[int]) -> str:
@@ -211,12 +259,12 @@ def markdown(incident: Incident) -> str:
     origin, cause, trigger = incident.origin, incident.cause, incident.trigger
     signal = f" ({_prose(trigger.signal)} = {_prose(_number(trigger.value))})" if trigger.signal else ""
     parts = [
-        f"# Step {incident.step}: {_prose(origin.name or 'unknown operation')}, {cause.label}",
+        f"# Step {incident.step}: {_title(incident)}",
         f"Caught by {_code(trigger.guard)}{signal} at {incident.time}. "
         f"Decision: **{incident.decision.action}**, because",
         _bullets(incident.decision.reasons),
         "## First bad operation",
-        f"{_prose(headline(incident))}.",
+        f"{_prose(headline(incident))}." if incident.was_investigated else "",
         _listing(source_lines(incident, context=4)),
         "## Root cause",
         f"{_code(cause.label)}: {_prose(cause.explanation)}.",
@@ -233,6 +281,12 @@ def markdown(incident: Incident) -> str:
         f"Again: {_code(f'safetrain replay {incident.path}')}, from the directory of the run." if incident.path else "",
     ]
     return "\n\n".join(part for part in _without_empty_sections(parts)) + "\n"
+
+
+def _title(incident: Incident) -> str:
+    if not incident.was_investigated:
+        return f"caught by {_prose(incident.trigger.guard)}"
+    return f"{_prose(incident.origin.name or 'unknown operation')}, {incident.cause.label}"
 
 
 def _without_empty_sections(parts: list[str]) -> list[str]:

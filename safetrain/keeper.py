@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .checkpoint import BadState, CheckpointStore, Manifest, Saver, save_weights
+from .checkpoint import BadState, Manifest, Saver, open_store, save_weights
+from .checkpoint.manifest import Damaged, read_manifest
+from .collective import by_first, gather, num_processes, of_first, process_rank
 from .errors import CheckpointError, UsageError
 from .rundir import CHECKPOINTS
-from .snapshots import SnapshotRing
+from .snapshots import SnapshotAudit, SnapshotRing
 from .state import TrainState, check_dense
 from .verdict import Action, Verdict
 
@@ -34,15 +36,17 @@ class Keeper:
         self.snapshots = SnapshotRing(self._config.snapshots, self._config.trust_after)
         self.rejected: dict[str, str] = {}
         """What was wrong with the state when the last snapshot was due; empty if it was taken."""
-        self._store = None if self._run.dir is None else CheckpointStore(self._run.dir / CHECKPOINTS)
+        self._store = open_store(self._run.shared_dir / CHECKPOINTS, trainer.config.loop.rank_timeout_seconds)
         self._saver = None
-        if self._store is not None and self._config.enabled:
+        if self._config.enabled:
             self._saver = Saver(self._store, self._config.async_, self._published, self._tidy)
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
         self._seen = (0, 0)
         self._is_finishing = False
+        self.needs_warm_up = False
+        """A pass through the model has to come before the first step."""
 
     # ---- between steps -----------------------------------------------------------------------------------------
 
@@ -57,6 +61,9 @@ class Keeper:
             self._run.write_config()
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
+            # The sum of two numbers is the same in any order.
+            is_ordered = self._trainer.engine.replicas is not None and resumed.state.rest.get("ddp_has_order")
+            self.needs_warm_up = num_processes() > 2 and bool(is_ordered)
         else:
             self._run.write_config()
             self.save(required=True)
@@ -74,7 +81,8 @@ class Keeper:
             self._take_snapshot(TrainState.gather(self._trainer, progress=False))
         if self._saver is None:
             return
-        self._guarded(self._saver.poll)
+        if num_processes() == 1:  # several learn of an error together, at the next save: a thread ends when it likes
+            self._guarded(self._saver.poll)
         if self._is_due(steps):
             self.save()
 
@@ -88,12 +96,17 @@ class Keeper:
             self.snapshots.committed(self._seen[0] - steps)
 
     def _is_due(self, steps: int) -> bool:
-        config, best = self._config, self._run.result.best
+        config, result = self._config, self._run.result
         if config.every_steps is not None and steps // config.every_steps > self._saved_steps // config.every_steps:
             return True
-        if config.keep_best and best is not None and best["step"] == self._run.step and self._saved != self._moment():
-            return True
-        return config.every_minutes is not None and time.monotonic() - self._saved_time >= config.every_minutes * 60
+        # Processes agree on what may be different in each, and only when it may be.
+        if config.keep_best and result.evaluations and result.evaluations[-1]["step"] == self._run.step:
+            is_best = result.best is not None and result.best["step"] == self._run.step
+            if of_first(is_best and self._saved != self._moment()):
+                return True
+        if config.every_minutes is None:
+            return False
+        return of_first(time.monotonic() - self._saved_time >= config.every_minutes * 60)
 
     # ---- disk --------------------------------------------------------------------------------------------------
 
@@ -108,13 +121,15 @@ class Keeper:
         if self._saved != self._moment():
             self._saved, self._saved_steps = self._moment(), self._run.result.steps
             self._saved_time = time.monotonic()
-            self._guarded(self._write, required)
+            with self._run.phase("saving", "saving a checkpoint"):
+                self._guarded(self._write, required)
         if required:
             self._guarded(self._saver.wait, required)
 
     def _write(self) -> None:
         assert self._saver is not None
-        self._run.telemetry.sync()
+        self._run.telemetry.saving(self._run.step, self._run.result.steps)
+        by_first(self._run.telemetry.sync)
         self._saver.save(TrainState.gather(self._trainer), self._about())
 
     def _moment(self) -> tuple[int, ...]:
@@ -136,16 +151,13 @@ class Keeper:
         }
 
     def _published(self, path: Path) -> None:
-        assert self._store is not None
         self._store.point("last", path)
 
     def _tidy(self) -> None:
         """Old checkpoints go, after a new one is safely on disk. Runs in a thread of its own."""
-        assert self._store is not None
         self._store.rotate(self._kept)
 
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
-        assert self._store is not None
         config, sign = self._config, 1.0 if self._trainer.config.loop.monitor_mode == "min" else -1.0
         # Of several of one step the last is the one: it also knows of the evaluation, or of the end of the epoch.
         sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
@@ -170,7 +182,7 @@ class Keeper:
             self._refuse(bad.problems)
         except OSError as error:
             self._saved = None
-            newest = self._store.paths()[-1:] if self._store is not None else []
+            newest = self._store.paths()[-1:]
             kept = f"the newest one, {newest[0].name}, is intact" if newest else "there is none yet"
             message = f"a checkpoint could not be written at step {self._run.step}: {error}; {kept}"
             if required or self._config.on_error == "stop":
@@ -196,8 +208,9 @@ class Keeper:
         self.save(required=True)
         if self._saver is None and (bad := self._trainer.audit.bad_state()):
             self._refuse(bad)
-        if self._config.save_final and (store := self._store) is not None:
-            self._guarded(lambda: save_weights(store.directory, self._trainer.model, self._trainer.ema), required=True)
+        if self._config.save_final:
+            directory, trainer = self._store.directory, self._trainer
+            self._guarded(lambda: save_weights(directory, trainer.model, trainer.ema), required=True)
 
     def close(self, error: BaseException | None) -> None:
         """Join the writing thread, unless the user wants out at once; what it has not published then never existed."""
@@ -214,7 +227,19 @@ class Keeper:
                 except (OSError, BadState) as problem:
                     self._run.warn(f"the last checkpoint could not be written: {problem}")
             numbers = {"num_saved": saver.num_saved, "seconds_blocked": round(saver.seconds_blocked, 4)}
-            self._run.result.checkpoints = numbers
+            self._run.result.checkpoints = {**numbers, **self._verified()}
+
+    def _verified(self) -> dict[str, Any]:
+        """The newest checkpoint, read again and compared with what was written."""
+        newest = self._store.paths()[-1:] if process_rank() == 0 else []
+        if not newest:
+            return {}
+        try:
+            read_manifest(newest[0]).verify_files(newest[0])
+        except Damaged as problem:
+            self._run.warn(f"the newest checkpoint, {newest[0].name}, is damaged: {problem}")
+            return {"newest": newest[0].name, "verified": False}
+        return {"newest": newest[0].name, "verified": True}
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -223,7 +248,7 @@ class Keeper:
         if self.snapshots.first is None:
             self._fit_into_memory(state.num_bytes)
         rejected_before, self.rejected = bool(self.rejected), {}
-        audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before)
+        audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
         if audit.is_fatal:
             self._refuse(audit.problems)
         elif audit.problems:
@@ -236,7 +261,7 @@ class Keeper:
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (AttributeError, ValueError, OSError):
             return
-        room = int(MEMORY_SHARE * total / max(num_bytes, 1)) - 1
+        room = min(gather(int(MEMORY_SHARE * total / max(num_bytes, 1)) - 1))
         if room < self._config.snapshots:
             size = max(room, 1)
             self.snapshots = SnapshotRing(size, self._config.trust_after)
@@ -263,7 +288,7 @@ class Keeper:
         if to == "disk":
             if self._saver is not None:
                 self._guarded(self._saver.wait)
-            if self._store is not None and (loaded := self._store.load_newest()) is not None:
+            if (loaded := self._store.load_newest()) is not None:
                 return loaded.manifest.step, loaded.state
         elif to in ("trusted", "first"):
             if (snapshot := self.snapshots.pick(restart=to == "first")) is not None:
@@ -273,3 +298,10 @@ class Keeper:
         raise CheckpointError(
             "there is no state to go back to.\nTo fix: set checkpoint.snapshot_every or checkpoint.enabled."
         )
+
+
+def _agreed(audit: SnapshotAudit) -> SnapshotAudit:
+    """What is wrong with the state of one process is wrong with the state of the run."""
+    audits = gather(audit)
+    problems = {name: problem for each in audits for name, problem in each.problems.items()}
+    return SnapshotAudit(problems, is_fatal=any(each.is_fatal for each in audits))

@@ -15,16 +15,21 @@ import torch
 from .errors import UsageError
 
 _TAG = "__safetrain__"
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 Rebuilt = TypeVar("Rebuilt")
 
 
 def to_loadable(value: Any, where: str) -> Any:
-    """The same value; deques and arrays get a tag by which `from_loadable` makes them again.
+    """A copy of the value; deques and arrays get a tag by which `from_loadable` makes them again.
 
     `where` names the owner of the value in the error that is raised for a type nobody could load again safely.
     """
-    if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.Tensor):
-        return value.detach() if isinstance(value, torch.Tensor) else value
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is list and _PLAIN.issuperset(map(type, value)):  # the history of a guard: long, and plain numbers
+        return value.copy()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

@@ -28,9 +28,12 @@ class Measurement:
         self._signal_names = list(signals)
         self._has_scale = loss_scale is not None
         self._metrics = [(name, value) for each in metrics for name, value in each.items()]
-        on_device = [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
-        scale = [] if loss_scale is None else [loss_scale]
-        self.vector = _pack([*losses, grad_norm, *scale, *signals.values(), *on_device], grad_norm.device)
+        numbers = [*losses, grad_norm]
+        if loss_scale is not None:
+            numbers.append(loss_scale)
+        numbers += signals.values()
+        numbers += [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
+        self.vector = _pack(numbers, grad_norm.device)
 
     def losses_and_norm(self) -> Tensor:
         """The numbers that must be finite for the step to be applied; their sum is finite only if each is."""
@@ -38,17 +41,19 @@ class Measurement:
 
     def unpack(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The vector's numbers under the names that `StepView` gives them."""
-        values = iter(numbers)
-        micro_losses = tuple(next(values) for _ in range(self.num_losses))
+        micro_losses = tuple(numbers[: self.num_losses])
+        values = iter(numbers[self.num_losses :])
         return {
-            "loss": sum(micro_losses) / self.num_losses,
+            "loss": micro_losses[0] if self.num_losses == 1 else sum(micro_losses) / self.num_losses,
             "micro_losses": micro_losses,
             "grad_norm": next(values),
             "loss_scale": next(values) if self._has_scale else 1.0,
             "signals": {name: next(values) for name in self._signal_names},
             "metrics": self._mean_metrics(
                 [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
-            ),
+            )
+            if self._metrics
+            else {},
             "window": self._window_while_measured(),
         }
 
@@ -63,8 +68,8 @@ class Measurement:
         return {name: sum(each) / len(each) for name, each in by_name.items()}
 
 
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    if all(t.dtype == torch.float32 and t.device == device for t in tensors):
-        return torch.stack(list(tensors))
+def _pack(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if all(t.dtype is torch.float32 and t.device == device for t in tensors):
+        return torch.stack(tensors)
     widest = torch.float32 if device.type == "mps" else torch.float64
     return torch.stack([t.to(device, widest) for t in tensors])

@@ -31,15 +31,22 @@ def matching(model: nn.Module, patterns: Iterable[str], option: str) -> dict[str
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    names = (name, f".{name}" if name else "", type(module).__name__)
+    names = (name, f".{name}" if name else "", type_name(module))
     return any(fnmatchcase(text, pattern) for text in names)
+
+
+def type_name(module: nn.Module) -> str:
+    """Of the user's class: FSDP2 puts one of its own, `FSDPBlock`, in the place of `Block`."""
+    kinds = type(module).__mro__
+    is_wrapped = len(kinds) > 2 and kinds[1].__name__ == "FSDPModule"
+    return kinds[2].__name__ if is_wrapped else kinds[0].__name__
 
 
 def _spellings(named: dict[str, nn.Module]) -> list[str]:
     """What could have been meant: names, type names, and `*.last_part`."""
     names = [name for name in named if name]
     anywhere = [f"*.{name.rpartition('.')[2]}" for name in names]
-    return list(dict.fromkeys([*names, *anywhere, *(type(module).__name__ for module in named.values())]))
+    return list(dict.fromkeys([*names, *anywhere, *(type_name(module) for module in named.values())]))
 
 
 def named(model: nn.Module, name: str) -> nn.Module:

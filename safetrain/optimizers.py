@@ -13,11 +13,16 @@ from .errors import UsageError
 class OptimizerGroup(Optimizer):
     """Optimizers of different parameters that step together, so that a step of the trainer commits for all or for none.
 
-        OptimizerGroup(generator=Adam(…), discriminator=SGD(…))
-
     It owns their parameter groups (each has its optimizer's name under `optimizer`) and their state: learning-rate schedules,
     backoff, checkpoints and audits act on all of them. A parameter without a gradient in a step is left alone, so a part
     whose loss was left out of the step's loss does not move.
+
+    >>> g, d = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    >>> group = OptimizerGroup(
+    ...     generator=torch.optim.Adam(g.parameters(), lr=1e-4), discriminator=torch.optim.SGD(d.parameters(), lr=1e-2)
+    ... )
+    >>> [(g["optimizer"], g["lr"]) for g in group.param_groups]
+    [('generator', 0.0001), ('discriminator', 0.01)]
     """
 
     def __init__(self, **optimizers: Optimizer) -> None:

@@ -24,6 +24,13 @@ def option(
     """A dataclass field whose value is checked when a config is loaded.
 
     `ge gt le lt` bound a number (NaN is outside every bound), `choices` lists the accepted strings.
+
+    >>> @dataclass
+    ... class CeilingConfig:
+    ...     limit: float = option(10.0, gt=0.0)
+    ...     '''Refuse a step whose loss is above this.'''
+    >>> CeilingConfig().limit
+    10.0
     """
     limits = {"ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
     metadata = {name: limit for name, limit in limits.items() if limit is not None}

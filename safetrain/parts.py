@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from . import assembly
+from . import assembly, gradients
 from .audit import Audit
 from .config import load_config
 from .config.targets import instantiate
 from .data import BatchStream, open_stream
 from .deferred import DeferredCommits
 from .ema import Ema
-from .engine import Engine
 from .errors import UsageError
 from .guards import Guard
 from .incident import Incident
+from .panel import Panel
 from .patches import Patches
 from .recovery import Ladder, LastGood
 from .rng import seed_everything
@@ -59,12 +59,14 @@ class TrainerParts:
         if self.config.seed is not None:
             seed_everything(self.config.seed)
         loop = self.config.loop
-        self.engine = Engine(loop)
+        self.engine = assembly.open_engine(loop)
         self.model = self.build_model() if model is None else model
         assembly.check_trainable(self.model)
         if not self.model.training:
             self.model.train()
-        self._called_model = self.engine.prepare(self.model, loop.compile)
+        self.guards = assembly.build_guards(self.config.guards, guards or ())
+        self._called_model = self.engine.prepare(self.model, loop.compile, optimizer, self.guards)
+        self.engine.separate_random_streams()
         if loss_fn is not None:
             self._loss_fn: assembly.LossFn | None = assembly.adapt_loss(loss_fn)
         else:
@@ -77,10 +79,9 @@ class TrainerParts:
             train_data, built_eval = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
             eval_data = built_eval if eval_data is None else eval_data
         self.stream = self._open(train_data, self.engine.rank, self.engine.world_size, shuffle=self.config.data.shuffle)
-        # Every rank evaluates all of the data, so all ranks get the same metrics.
         self._eval_stream = None if eval_data is None else self._open_eval(eval_data)
         assembly.check_scheduler(self.scheduler, self._eval_stream is not None)
-        self.guards = assembly.build_guards(self.config.guards, guards or ())
+        self.panel = Panel(self.guards)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
         self._find_parameters()
         self.transaction = Transaction(self.model, self._parameters)
@@ -92,6 +93,7 @@ class TrainerParts:
     def _find_parameters(self) -> None:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)
+        self._is_uniform = gradients.are_uniform(self._parameters)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

@@ -12,6 +12,14 @@ from .incident import Incident
 
 @dataclass
 class FitResult:
+    """What `fit` returns, and what `TrainingStopped` and `Interrupted` carry.
+
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
+    >>> result = SafeTrainer(torch.nn.Linear(3, 1), loss_fn=torch.nn.MSELoss(), train_data=data, config=QUIET).fit()
+    >>> result.healthy, result.steps, result.skipped, len(result.losses), result.incidents
+    (True, 20, 0, 20, [])
+    """
+
     status: str = "running"
     """`done`, `stopped` (by a guard), `interrupted` (by a signal), `paused` (by `loop.max_hours`), or `error` (an exception in
     user code)."""
@@ -20,6 +28,8 @@ class FitResult:
     skipped: int = 0
     """Attempted steps that were not committed, fp16 scaler overflows included."""
     rollbacks: int = 0
+    steps_undone: int = 0
+    """Committed steps that rollbacks have taken back."""
     overflows: int = 0
     """fp16: steps that the loss scaler skipped; normal while it searches its scale, so not incidents."""
     epochs: int = 0
@@ -35,10 +45,14 @@ class FitResult:
     """The evaluation with the best monitored metric; NaN never wins."""
     seconds: float = 0.0
     """Of training, those before a resume included."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds of it that went elsewhere than into the steps: `recovery` (finding out why steps were bad and repairing them),
+    `guards`, `evaluation`, `saving`."""
     snapshots: dict[str, float] = field(default_factory=dict)
     """Copies of the state in memory: `num_taken`, `seconds` spent on them, `bytes` held."""
-    checkpoints: dict[str, float] = field(default_factory=dict)
-    """On disk: `num_saved` by this process, and `seconds_blocked`, for which training waited."""
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    """On disk: `num_saved` by this process, `seconds_blocked`, for which training waited, the name of the `newest` one, and
+    whether it was `verified`: read again at the end and compared with what was written."""
     islands: dict[str, Any] = field(default_factory=dict)
     """fp32 islands that recovery has grown: their `modules`, and the `yaml` that makes them permanent."""
     patches: list[dict[str, Any]] = field(default_factory=list)
@@ -66,11 +80,13 @@ class FitResult:
             "attempted": self.attempted,
             "skipped": self.skipped,
             "rollbacks": self.rollbacks,
+            "steps_undone": self.steps_undone,
             "overflows": self.overflows,
             "epochs": self.epochs,
             "final_loss": self.final_loss,
             "best": self.best,
             "seconds": round(self.seconds, 3),
+            "timing": {name: round(seconds, 4) for name, seconds in self.timing.items()},
             "snapshots": self.snapshots,
             "checkpoints": self.checkpoints,
             "islands": self.islands,

@@ -13,7 +13,7 @@ from .errors import ConfigError
 FREE = (
     *("name", "data.eval*", "data.num_workers", "guards*", "recovery*", "forensics*", "checkpoint*", "logging*"),
     *("loop.max_steps", "loop.max_epochs", "loop.max_hours", "loop.eval_every", "loop.monitor*", "loop.log_every"),
-    *("loop.device", "loop.host_read_every"),
+    *("loop.device", "loop.host_read_every", "loop.strategy", "loop.shard_blocks", "data.sharded"),
 )
 """Keys that may change: how long to train, and what is watched, saved and shown. The model, the order of the data, what a
 step computes and what the saved state is made of do not depend on them."""

@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .rng_memory import NumpySource, PythonSource
+
+_PYTHON, _NUMPY = PythonSource(), NumpySource()
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -21,9 +25,9 @@ class RandomState:
 
     @classmethod
     def capture(cls) -> RandomState:
-        """Costs about 50 µs, nearly all of it NumPy's and Python's."""
+        """Costs about 3 µs when neither Python's nor NumPy's numbers were drawn since the last time, else up to 60."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+        return cls(_PYTHON.state(), _NUMPY.state(), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         random.setstate(self.python)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from . import bundle
-from .checkpoint import CheckpointStore, Loaded
+from .checkpoint import Loaded, open_store
+from .collective import by_first
 from .config import load_config, to_yaml
 from .config.schema import Config
 from .errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
@@ -36,7 +37,17 @@ from .view import StepView
 
 COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
 HISTORIES = ("refused_steps", "dynamics_steps", "rollback_steps")
-RESULT_FIELDS = ("steps", "skipped", "rollbacks", "overflows", "epochs", "final_loss", "evaluations", "best")
+RESULT_FIELDS = (
+    "steps",
+    "skipped",
+    "rollbacks",
+    "steps_undone",
+    "overflows",
+    "epochs",
+    "final_loss",
+    "evaluations",
+    "best",
+)
 
 
 class Run:
@@ -45,7 +56,7 @@ class Run:
         self.config, self.rank = config, rank
         self.dir: Path | None = None
         self._named_dir: Path | None = None
-        self.telemetry = Telemetry([])
+        self.telemetry = Telemetry()
         self.resumed: Loaded | None = None
         """The checkpoint that this run goes on from."""
         self._journal: JournalFile | None = None
@@ -53,8 +64,9 @@ class Run:
         self._begin = time.perf_counter()
         self._seconds_before = 0.0
         self._notes: list[str] = []
-        if rank == 0:
-            self._open_dir(asked_dir, resume)
+        self.shared_dir: Path
+        """The run's directory, also for processes that do not write into it by themselves."""
+        self._open_dir(asked_dir, resume)
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
@@ -65,41 +77,56 @@ class Run:
         self.dynamics_steps: deque[int] = deque(maxlen=1000)
         self.rollback_steps: deque[int] = deque(maxlen=1000)
         self.num_restarts = 0
+        self.guard_seconds = 0.0
+        """Spent by this process on what guards do in each step."""
         self._losses = array("d")
 
     def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
+        """Of several processes the first owns the directory; all go on from the same checkpoint, or all raise."""
+        try:
+            self._named_dir, self.shared_dir, resume = by_first(lambda: self._claim_dir(asked, resume))
+            point = self._find_checkpoint() if resume else None
+            by_first(lambda: self._open_files(point))
+        except OSError as error:
+            self._release()
+            raise RunDirectoryError(
+                f"the run directory {self._named_dir or asked} cannot be written to: {error}.\n"
+                "To fix: free some space or give a directory you can write to (--out or run_dir)."
+            ) from error
+        except BaseException:
+            self._release()
+            raise
+
+    def _claim_dir(self, asked: str | Path | None, resume: bool | str) -> tuple[Path, Path, bool]:
         if resume not in (False, True, "auto", "force"):
             raise UsageError(f"resume must be False, True, 'auto' or 'force', not {resume!r}.")
         if resume == "auto":
             resume = asked is not None and bool(holds_run(asked))
-        self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
-        self.dir = self._named_dir.absolute()  # user code may change the working directory
+        named = self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
+        self.dir = named.absolute()  # user code may change the working directory
         self._lock = RunLock(self.dir)
-        try:
-            point = self._find_checkpoint(force=resume == "force") if resume else None
-            if not resume:
-                self.write_config()
-            self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
-        except OSError as error:
-            self._lock.release()
-            raise RunDirectoryError(
-                f"the run directory {self.dir} cannot be written to: {error}.\n"
-                "To fix: free some space or give a directory you can write to (--out or run_dir)."
-            ) from error
-        except BaseException:
-            self._lock.release()
-            raise
+        if resume:
+            changed = check_changes(load_config(self.dir / CONFIG), self.config, force=resume == "force")
+            self._notes += [f"the config was changed for this resume: {change}" for change in changed]
+        return named, self.dir, bool(resume)
+
+    def _open_files(self, point: ResumePoint | None) -> None:
+        assert self.dir is not None
+        if point is None:
+            self.write_config()
+        self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
         if self._journal.num_missing:
             self._notes.append(
                 f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"
             )
 
-    def _find_checkpoint(self, force: bool) -> ResumePoint:
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _find_checkpoint(self) -> ResumePoint:
         """Choose the checkpoint to go on from; nothing is changed unless there is one, or the run never had any."""
-        assert self.dir is not None
-        changed = check_changes(load_config(self.dir / CONFIG), self.config, force)
-        self._notes += [f"the config was changed for this resume: {change}" for change in changed]
-        store = CheckpointStore(self.dir / CHECKPOINTS)
+        store = open_store(self.shared_dir / CHECKPOINTS, self.config.loop.rank_timeout_seconds)
         self.resumed = store.load_newest()
         store.clean()
         if self.resumed is None:
@@ -108,7 +135,12 @@ class Run:
         self._notes += [f"{name} was passed over: {reason}" for name, reason in self.resumed.passed_over.items()]
         store.set_aside(self.resumed.passed_over)
         record = self.resumed.state.rest["progress"]["run"]
-        return ResumePoint(self.resumed.manifest.step, record["journal_position"], record["result"]["skipped"])
+        return ResumePoint(
+            self.resumed.manifest.step,
+            record["journal_position"],
+            record["result"]["skipped"],
+            record["result"]["rollbacks"],
+        )
 
     def write_config(self) -> None:
         """Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
@@ -117,6 +149,12 @@ class Run:
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
         """Announce the run, and once what is to be said about it."""
+        self.telemetry.vitals.gauges |= {
+            "perf/guards_percent": lambda: (
+                100 * (self.result.timing.get("guards", 0.0) + self.guard_seconds) / self.seconds
+            ),
+            "perf/recovery_seconds": lambda: self.result.timing.get("recovery", 0.0),
+        }
         if self.resumed is not None:
             about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
         self.telemetry.started(about)
@@ -133,6 +171,26 @@ class Run:
         """Of training so far, those before a resume included."""
         return self._seconds_before + time.perf_counter() - self._begin
 
+    @contextmanager
+    def phase(self, name: str, doing: str) -> Iterator[None]:
+        """Something beside the steps: its seconds are counted under that name, and it is shown while it lasts."""
+        self.telemetry.doing(doing)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent(name, time.perf_counter() - begin)
+            self.telemetry.doing(None)
+
+    def spent(self, name: str, seconds: float) -> None:
+        timing = self.result.timing
+        timing[name] = timing.get(name, 0.0) + seconds
+
+    def _count_guard_seconds(self) -> None:
+        """Guards have a counter of their own while steps are made: it is cheaper."""
+        self.spent("guards", self.guard_seconds)
+        self.guard_seconds = 0.0
+
     @property
     def out_of_time(self) -> bool:
         """This process has trained for `loop.max_hours`."""
@@ -141,14 +199,18 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """The record so far. What happens later is not part of the state that is saved with it."""
+        self._count_guard_seconds()
         result = {name: getattr(self.result, name) for name in RESULT_FIELDS}
         incidents = [dataclasses.asdict(incident) for incident in self.result.incidents]
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             **{name: list(getattr(self, name)) for name in HISTORIES},
-            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "losses": torch.frombuffer(self._losses, dtype=torch.float64).clone()
+            if self._losses
+            else torch.empty(0).double(),
             "result": {**result, "incidents": incidents},
             "seconds": self.seconds,
+            "timing": dict(self.result.timing),
             "journal_position": 0 if self._journal is None else self._journal.position,
         }
 
@@ -159,9 +221,10 @@ class Run:
             getattr(self, name).extend(state[name])
         self._losses = array("d", state["losses"].tolist())
         for name in RESULT_FIELDS:
-            setattr(self.result, name, state["result"][name])
+            setattr(self.result, name, state["result"].get(name, getattr(self.result, name)))
         self.result.incidents = [rebuild(Incident, fields) for fields in state["result"]["incidents"]]
         self._seconds_before = state["seconds"]
+        self.result.timing = dict(state.get("timing", {}))
 
     @property
     def step(self) -> int:
@@ -195,6 +258,7 @@ class Run:
             self.result.status = "interrupted"
             raise
         finally:
+            self._count_guard_seconds()
             self.result.seconds = self.seconds
             self.result.losses = list(self._losses)
             try:
@@ -203,8 +267,7 @@ class Run:
             except OSError as error:
                 self.warn(f"the summary could not be written: {error}")
             self.telemetry.finished(self.result)
-            if self._lock is not None:
-                self._lock.release()
+            self._release()
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -288,15 +351,16 @@ class Run:
         self.telemetry.incident(incident)
 
     def open_bundle(self, incident: Incident) -> Path | None:
-        """Where to put what a replay of the incident needs; None when enough incidents are kept already."""
-        if self.dir is None or len(self.result.incidents) >= self.config.forensics.max_incidents:
+        """Where to put what a replay of the incident needs; None when enough are kept already, or another rank keeps it."""
+        if len(self.result.incidents) >= self.config.forensics.max_incidents:
             return None
         incident.path = f"incidents/{incident.id}"
-        return self.dir / incident.path
+        return self.shared_dir / incident.path if incident.rank == self.rank else None
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         """Committed steps are those that the weights have in them; budgets and attempts are not rewound."""
         self.result.rollbacks += 1
+        self.result.steps_undone += self.result.steps - num_committed
         self.result.steps = num_committed
         self.consecutive_refusals = self.consecutive_overflows = 0
         self.refused_steps.clear()

@@ -103,14 +103,29 @@ class RunLock:
         )
 
 
-def _lock(descriptor: int) -> bool:
+def is_in_use(directory: Path) -> bool:
+    """Whether a process is writing into it now. Only asks: whoever wants to write takes a RunLock."""
+    path = directory.resolve() / LOCK
+    if path in RunLock._held:  # by this process, which would let go of it by closing the file below
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, shared: bool = False) -> bool:
     """A lock of this process, not inherited by its children; without a system that has such locks, none is taken."""
     try:
         import fcntl
     except ImportError:
         return True
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a file system without locks

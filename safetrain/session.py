@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -11,17 +11,22 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .deferred import DeferredCommits
 from .engine import deterministic_algorithms
-from .errors import UsageError
+from .errors import Interrupted, TrainingStopped, UsageError
 from .evaluation import evaluate, is_better
 from .forensics.sandbox import modules_behind
 from .guards import REGISTRY
 from .keeper import Keeper
 from .parts import TrainerParts
+from .ranks.joint import JointSteps, NoWindow
 from .recovery.bench import Workbench
 from .run import Run
+from .telemetry.watch import watching
 
 if TYPE_CHECKING:
+    from .preflight import CheckReport
     from .trainer import SafeTrainer
+
+_AS_SCHEDULED = nullcontext()
 
 
 class TrainerSession(TrainerParts):
@@ -33,6 +38,8 @@ class TrainerSession(TrainerParts):
     _keeper: Keeper
     bench: Workbench
     _schedule_error: Exception | None = None
+    joint: JointSteps | None = None
+    """The steps that this rank makes together with others; None if there are no others."""
 
     @property
     def run(self) -> Run:
@@ -53,6 +60,54 @@ class TrainerSession(TrainerParts):
     @property
     def _as_trainer(self) -> SafeTrainer:
         return cast("SafeTrainer", self)
+
+    @property
+    def _signal(self) -> int | None:
+        """The signal that asked the run, on any rank, to end."""
+        return self.run.signal if self.joint is None else self.joint.signal
+
+    @property
+    def _out_of_time(self) -> bool:
+        return self.run.out_of_time if self.joint is None else self.joint.out_of_time
+
+    @contextmanager
+    def _among_ranks(self) -> Iterator[None]:
+        """What ends this rank is told to the others, and a rank that does not answer is named."""
+        link = self.engine.link
+        if link is None:
+            yield
+            return
+        self.joint = JointSteps(self._as_trainer)
+        try:
+            try:
+                yield
+            except (TrainingStopped, Interrupted):
+                self.joint.leave_together()
+                raise
+            self.joint.leave_together()
+        except BaseException as error:
+            explained = link.explained(error)
+            if explained is not error:
+                raise explained from error
+            if self.joint.failed_together:
+                self.joint.leave_together()
+            link.watchdog.failed(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._called_model = self.model  # a live DDP model can hang the end of its process group
+            self.engine.close()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, the model is called on this rank only."""
+        with self.joint.alone() if self.joint is not None else nullcontext():
+            yield
+
+    def _save_for_another_try(self, window: Sequence[Any]) -> None:
+        """A rank raised what ends the run. All are still together, so what was learned is saved, before this window."""
+        if self.joint is not None:
+            self.stream.num_consumed -= len(window)
+            self._keeper.save()
 
     @contextmanager
     def _prepared(self) -> Iterator[Keeper]:
@@ -81,10 +136,23 @@ class TrainerSession(TrainerParts):
                     "world_size": self.engine.world_size,
                     "guards": [guard.name for guard in self.guards],
                     "run_dir": self.run.dir,
+                    "total_steps": self._total_steps(),
                 },
                 self.stream.caveats() if self.config.checkpoint.enabled else [],
             )
+            if self.run.dir is not None and (self.config.logging.tensorboard or self.config.logging.trackers):
+                every = self.config.logging.histograms_every
+                stack.enter_context(watching(self.model, self.optimizer, self.run.telemetry, lambda: self.step, every))
             yield self._keeper
+
+    def _total_steps(self) -> int | None:
+        """How many steps the run will take, if that is known; refused ones come on top."""
+        loop = self.config.loop
+        by_epochs = None
+        if (num_batches := self.stream.num_batches()) is not None:
+            epochs = loop.max_epochs or (1 if loop.max_steps is None else None)
+            by_epochs = None if epochs is None else epochs * -(-num_batches // loop.grad_accum)
+        return min((n for n in (loop.max_steps, by_epochs) if n is not None), default=None)
 
     def _modules_beside(self) -> list[nn.Module]:
         """Those that a step uses beside the model: its loss, and what a subclass has as attributes."""
@@ -105,12 +173,20 @@ class TrainerSession(TrainerParts):
         return max_epochs is not None and self.stream.epoch >= max_epochs
 
     def _next_window(self) -> list[Any]:
+        window: list[Any] = []
         try:
-            return self.stream.take(self.config.loop.grad_accum)
-        except Exception:  # the signal that asks the run to end has ended the loader's workers
-            if self.run.signal is None:
-                raise
-            return []
+            window = self.stream.take(self.config.loop.grad_accum)
+        except Exception as error:
+            if self.run.signal is None:  # else that has ended the loader's workers too
+                if self.joint is None:
+                    raise
+                window = NoWindow(error)
+        if not window and self.joint is not None:
+            self.joint.end_of_epoch()
+        elif self._keeper.needs_warm_up and self.joint is not None:
+            self._keeper.needs_warm_up = False
+            self.joint.warm_up(window)
+        return window
 
     def _end_epoch(self) -> None:
         self._settle()
@@ -133,10 +209,12 @@ class TrainerSession(TrainerParts):
             return
         loop = self.config.loop
         try:
-            with self.ema.swapped_in() if self.ema is not None else ExitStack():
+            with self.run.phase("evaluation", "evaluating"), self.ema.swapped_in() if self.ema else ExitStack():
                 self.transaction.begin()
                 try:
-                    metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream)
+                    if self.engine.replicas is not None:
+                        self.engine.replicas.sync_buffers()  # every rank evaluates the same model
+                    metrics = evaluate(self.model, self._evaluation_batch, self._eval_stream, self.engine.link)
                 finally:
                     self.transaction.restore()
             is_best = is_better(metrics, done.best, loop.monitor, loop.monitor_mode)
@@ -153,6 +231,12 @@ class TrainerSession(TrainerParts):
         model = self._called_model if self.engine.world_size == 1 else self.model
         with self.engine.autocast():
             return self.evaluation_step(model, batch)
+
+    def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
+        """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""
+        from .preflight import check
+
+        return check(self._as_trainer, only, budget)
 
     def rollback(self, to: str = "trusted", skip_windows: int = 0) -> int:
         """Go back to an earlier state; returns the step it is of. Raises CheckpointError if there is none.
@@ -182,10 +266,13 @@ class TrainerSession(TrainerParts):
     def scheduled_lrs(self) -> tuple[float, ...]:
         return tuple(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
 
-    @contextmanager
-    def scaled_lr(self, scale: float) -> Iterator[None]:
+    def scaled_lr(self, scale: float) -> AbstractContextManager[None]:
         """Outside the scheduler, which would overwrite (or compound) a change it finds in the groups."""
-        groups = [group for group in self.optimizer.param_groups if scale != 1.0 and "lr" in group]
+        return _AS_SCHEDULED if scale == 1.0 else self._with_scaled_lr(scale)
+
+    @contextmanager
+    def _with_scaled_lr(self, scale: float) -> Iterator[None]:
+        groups = [group for group in self.optimizer.param_groups if "lr" in group]
         scheduled = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * scale

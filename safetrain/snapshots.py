@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .audit import FATAL_JUMP, jumps, peaks_of, problems_in
+from .sharding import empty_like, local
 from .state import TrainState
 
 
@@ -25,12 +27,11 @@ class Copy:
         for name, tensor in state.tensors.items():
             own = self._memory.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                pin = tensor.device.type == "cuda"
-                own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+                own = empty_like(tensor, device="cpu", pin=tensor.device.type == "cuda")
             kept[name] = own
         self._memory = kept
         if kept:
-            torch._foreach_copy_(list(kept.values()), list(state.tensors.values()))
+            torch._foreach_copy_([local(own) for own in kept.values()], [local(t) for t in state.tensors.values()])
         return TrainState(dict(kept), state.rest)
 
 
@@ -78,11 +79,17 @@ class SnapshotRing:
     def num_bytes(self) -> int:
         """Memory that is held now."""
         held = [snapshot.state.num_bytes for snapshot in (self.first, *self._ring) if snapshot is not None]
-        return sum(held) + sum(sum(t.nbytes for t in copy._memory.values()) for copy in self._spare)
+        return sum(held) + sum(sum(local(t).nbytes for t in copy._memory.values()) for copy in self._spare)
 
-    def take(self, step: int, state: TrainState, allow_growth: bool = False) -> SnapshotAudit:
+    def take(
+        self,
+        step: int,
+        state: TrainState,
+        allow_growth: bool = False,
+        agree: Callable[[SnapshotAudit], SnapshotAudit] = lambda audit: audit,
+    ) -> SnapshotAudit:
         """Copy the state, unless the audit finds something wrong with it: then nothing is kept. `allow_growth`: a tensor that
-        grew is accepted, because it was already that large the last time."""
+        grew is accepted, because it was already that large the last time. `agree`: what the audits of all processes say."""
         begin = time.perf_counter()
         try:
             peaks = peaks_of(state.tensors)
@@ -91,8 +98,9 @@ class SnapshotRing:
             broken = problems_in(peaks, state.rest["born_bad"])
             broken |= jumps(peaks, peaks_before, state.rest["buffers"], FATAL_JUMP)
             grown = {} if allow_growth else jumps(peaks, peaks_before, state.rest["buffers"])
-            if broken or grown:
-                return SnapshotAudit(broken or grown, is_fatal=bool(broken))
+            audit = agree(SnapshotAudit(broken or grown, is_fatal=bool(broken)))
+            if audit.problems:
+                return audit
             memory = Copy() if self.first is None else self._free_memory()
             snapshot = Snapshot(step, memory, memory.take(state), peaks, trusted=self._trust_after == 0)
             if self.first is None:
@@ -100,7 +108,7 @@ class SnapshotRing:
             else:
                 self._ring.append(snapshot)
             self.num_taken += 1
-            return SnapshotAudit()
+            return audit
         finally:
             self.seconds += time.perf_counter() - begin
 

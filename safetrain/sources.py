@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from .collective import gather
 from .config.schema import DataConfig
+from .epoch_batches import EpochBatches
 from .errors import DataError
 from .rng import RandomState, undisturbed_rng
 
@@ -21,54 +22,23 @@ WORKERS = (
 )
 
 
-class EpochSampler(Sampler[int]):
-    """A permutation that depends on seed and epoch only, so any epoch can be entered anywhere without replaying others.
-
-    With several processes each takes every n-th index; up to n - 1 samples, different ones each epoch, are left out.
-    """
-
-    def __init__(self, length: int, seed: int, shuffle: bool, rank: int = 0, world_size: int = 1) -> None:
-        self.length, self.seed, self.shuffle = length, seed, shuffle
-        self.rank, self.world_size = rank, world_size
-        self.epoch = 0
-        self.start = 0
-        """How many of this process's indices the next iteration leaves out at its beginning."""
-        self.left_out: Set[int] = frozenset()
-        """Indices that are not visited."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return (self.length - len(self.left_out)) // self.world_size
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.between(self.start, len(self))
-
-    def between(self, start: int, end: int) -> Sequence[int]:
-        """This process's indices of this epoch from the `start`-th up to the `end`-th."""
-        span = slice(self.rank + start * self.world_size, min(end, len(self)) * self.world_size, self.world_size)
-        if not (self.shuffle or self.left_out):
-            return range(self.length)[span]
-        indices = torch.arange(self.length)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-            indices = torch.randperm(self.length, generator=generator)
-        if self.left_out:
-            visited = torch.ones(self.length, dtype=torch.bool)
-            visited[list(self.left_out)] = False
-            indices = indices[visited[indices]]
-        numbers: list[int] = indices[span].tolist()
-        return numbers
-
-
 class Source:
     """Batches of one epoch after another. `position` counts batches of the epoch that were handed out before."""
 
     one_shot = False
+    unit = 1
+    """How much of the data (batches, or samples where their indices are known) all processes consume per position."""
+    base = 0
+    """As much of the epoch was consumed before position 0; not 0 only after a resume with another `unit`."""
+    world_size: int | None = None
+    """Processes that the data was shared out for by itself: it can be entered in the middle by as many only."""
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         raise NotImplementedError
+
+    def num_batches(self) -> int | None:
+        """Of one epoch; None if that is not known beforehand."""
+        return None
 
     def ids(self, position: int) -> Sequence[int] | None:
         """Which samples the batch at that position of the epoch that is open consists of; None if that is not known."""
@@ -92,42 +62,52 @@ class MapData(Source):
     """A data set with indices: any position is entered at once."""
 
     def __init__(self, data: Dataset[Any], config: DataConfig, shuffle: bool, seed: int, rank: int, world_size: int):
-        self._seed, self._batch_size, self._num_workers = seed, config.batch_size, config.num_workers
-        self._sampler = EpochSampler(_length(data), seed, shuffle, rank, world_size)
+        self._seed, self._num_workers = seed, config.num_workers
+        self._batches = EpochBatches(
+            _length(data), config.batch_size, seed, shuffle, config.drop_last, rank, world_size
+        )
+        self.unit = self._batches.unit
         # Its own generator: making an iterator must not draw from the random state that the model uses.
         self._generator = torch.Generator()
         self._loader = DataLoader(
-            data,
-            batch_size=config.batch_size,
-            sampler=self._sampler,
-            drop_last=config.drop_last,
-            num_workers=config.num_workers,
-            generator=self._generator,
+            data, batch_sampler=self._batches, num_workers=config.num_workers, generator=self._generator
         )
         self._left_out_next: set[int] = set()
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
-        if position == 0:
-            self._sampler.left_out = frozenset(self._left_out_next)
-        self._sampler.set_epoch(epoch)
-        self._sampler.start = position * self._batch_size
+        if position == 0 and self.base == 0:
+            self._begin_epoch()
+        self._batches.epoch, self._batches.base, self._batches.start = epoch, self.base, position
         self._generator.manual_seed((self._seed + epoch) % 2**63)  # the seeds of the workers
         return iter(self._loader)
 
+    def _begin_epoch(self) -> None:
+        """What one process leaves out, all do: they share out the same permutation."""
+        if self._batches.world_size > 1:
+            known = gather((self._batches.length, sorted(self._left_out_next)))
+            if len({length for length, _ in known}) > 1:
+                raise DataError(
+                    f"the processes have data sets of different lengths: {', '.join(str(length) for length, _ in known)}.\n"
+                    "To fix: give every process the whole data set; each takes its part of it by itself. If each has its own "
+                    "part already, pass a DataLoader and set data.sharded=true."
+                )
+            self._left_out_next.update(index for _, indices in known for index in indices)
+        self._batches.left_out = frozenset(self._left_out_next)
+
+    def num_batches(self) -> int | None:
+        return len(self._loader)
+
     def ids(self, position: int) -> Sequence[int] | None:
-        # Several processes would each know of their own samples only, and share out the data in different ways.
-        if self._sampler.world_size > 1:
-            return None
-        return self._sampler.between(position * self._batch_size, (position + 1) * self._batch_size)
+        return self._batches.batch(position)
 
     def leave_out(self, ids: Iterable[int]) -> None:
         self._left_out_next.update(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left_out": sorted(self._sampler.left_out), "left_out_next": sorted(self._left_out_next)}
+        return {"left_out": sorted(self._batches.left_out), "left_out_next": sorted(self._left_out_next)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sampler.left_out = frozenset(state.get("left_out", ()))
+        self._batches.left_out = frozenset(state.get("left_out", ()))
         self._left_out_next = set(state.get("left_out_next", ()))
 
     def caveats(self) -> list[str]:
@@ -142,6 +122,9 @@ class Listed(Source):
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         return (self._batches[index] for index in range(position, len(self._batches)))
+
+    def num_batches(self) -> int | None:
+        return len(self._batches)
 
 
 class Iterated(Source):
@@ -210,13 +193,44 @@ class Loader(Iterated):
         super().__init__(data)
         self._loader = data
 
+    @property
+    def drops_last(self) -> bool:
+        return self._loader.drop_last
+
+    def open_part(self, epoch: int, position: int, deal: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """As `open`, but of the indices from that position on only what `deal` picks is loaded."""
+        _set_epoch(self._data, epoch)
+        if position == 0:
+            self._at_start = {"global": RandomState.capture().to_plain(), "own": self._own_random_state()}
+            return self._load(deal(self._indices(0)))
+        with undisturbed_rng():
+            if self._at_start is not None:
+                RandomState.from_plain(self._at_start["global"]).restore()
+                self._restore_own(self._at_start["own"])
+            indices = self._indices(position)
+        return self._load(deal(indices))
+
+    def num_batches(self) -> int | None:
+        try:
+            return len(self._loader)
+        except TypeError:  # a sampler without a length
+            return None
+
     def _enter(self, position: int) -> Iterator[Any]:
+        return self._load(self._indices(position))
+
+    def _indices(self, position: int) -> Iterator[Any]:
+        """What the sampler gives from that position on."""
         loader = self._loader
         # As an iterator of the loader does when it is made; the sampler may draw its seed from what comes next.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         for _ in range(position):
             next(indices, None)
+        return indices
+
+    def _load(self, indices: Iterator[Any]) -> Iterator[Any]:
+        loader = self._loader
         batching: dict[str, Any] = (
             {"batch_size": None, "sampler": _Rest(indices)}
             if loader.batch_sampler is None
@@ -278,32 +292,13 @@ class Stateful(Source):
         self._data.load_state_dict(state["loader"])
 
 
-class Shared(Source):
-    """One process's part: every n-th batch, and the same number of batches on every process."""
-
-    def __init__(self, whole: Source, rank: int, world_size: int) -> None:
-        self._whole, self._rank, self._world_size = whole, rank, world_size
-        self.one_shot = whole.one_shot
-
-    def open(self, epoch: int, position: int) -> Iterator[Any]:
-        batches = self._whole.open(epoch, position * self._world_size)
-        while len(group := list(itertools.islice(batches, self._world_size))) == self._world_size:
-            yield group[self._rank]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._whole.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._whole.load_state_dict(state)
-
-    def caveats(self) -> list[str]:
-        return self._whole.caveats()
-
-
 def open_source(
     data: Any, config: DataConfig, *, shuffle: bool, seed: int, rank: int = 0, world_size: int = 1
 ) -> Source:
-    """For a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator."""
+    """For a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator.
+
+    With several processes a Dataset is shared out among them; other data is whole on each.
+    """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return MapData(data, config, shuffle, seed, rank, world_size)
     if isinstance(data, IterableDataset) and not _is_stateful(data):
@@ -321,7 +316,7 @@ def open_source(
         source = Iterated(data)
     else:
         raise DataError(f"cannot train on data of type {type(data).__name__}: it is not iterable.\n{RE_ITERABLE}")
-    return source if world_size == 1 else Shared(source, rank, world_size)
+    return source
 
 
 def _is_stateful(data: Any) -> bool:

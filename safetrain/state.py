@@ -5,9 +5,9 @@ Snapshots in memory, checkpoints on disk, rollback and resume all use this and n
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from .errors import CheckpointError, UsageError
 from .guards import REGISTRY
 from .loadable import from_loadable, to_loadable
-from .rng import RandomState
+from .rng import RandomState, seed_everything
+from .sharding import empty_like, is_spread, local, put, spread_like
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -31,6 +32,8 @@ class TrainState:
     the optimizer has), `optimizer/`, `ema/`. Just gathered, they are the trainer's own and not copies."""
     rest: dict[str, Any]
     """Everything else, out of types that are safe to load."""
+    shards: Path | None = None
+    """A directory with the tensors, which are not read yet: how they are spread over the processes depends on who reads them."""
 
     @classmethod
     def gather(cls, trainer: SafeTrainer, progress: bool = True) -> TrainState:
@@ -67,6 +70,7 @@ class TrainState:
             "buffers": _buffer_names(trainer, tensors),
             "eval_mode": [name for name, module in trainer.model.named_modules() if not module.training],
             "tied": _tied_names(trainer.model),
+            "ddp_has_order": trainer.engine.replicas is not None and trainer.engine.replicas.has_order,
         }
         if progress:
             rest["progress"] = {
@@ -79,16 +83,18 @@ class TrainState:
                 "patches": trainer.patches.state_dict(),
             }
         # Copies of what schedulers and guards go on changing; a few numbers each.
-        rest = {part: to_loadable(copy.deepcopy(value), part) for part, value in rest.items()}
+        rest = {part: to_loadable(value, part) for part, value in rest.items()}
         return cls(tensors, {**rest, "random": RandomState.capture().to_plain()})
 
     @torch.no_grad()
     def restore_training(self, trainer: SafeTrainer) -> None:
         """Weights, buffers, moments, schedule, scaler, EMA, random state and guards' baselines as they were gathered."""
+        if self.shards is not None:
+            self._read_shards(trainer, self.shards)
         rest = from_loadable(self.rest)
         self._restore_model(trainer.model, rest)
         for index, parameter in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
-            parameter.copy_(self._tensor(f"extra/{index}", parameter))
+            put(parameter, self._tensor(f"extra/{index}", parameter))
         if trainer.scheduler is not None and rest["scheduler"] is not None:
             trainer.scheduler.load_state_dict(rest["scheduler"])
         self._restore_optimizer(trainer.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
@@ -101,6 +107,8 @@ class TrainState:
         if trainer._deferred is not None and rest["deferred"] is not None:
             trainer._deferred.load_state_dict(rest["deferred"])
         RandomState.from_plain(rest["random"]).restore()
+        if (index := rest.get("new_process")) is not None:
+            seed_everything(torch.randint(2**62, ()).item() + index)
 
     def restore_progress(self, trainer: SafeTrainer) -> None:
         """The data cursor and the record of the run. A rollback leaves these where they are."""
@@ -114,9 +122,58 @@ class TrainState:
         trainer.bench.load_state_dict(progress["bench"])
         trainer.patches.load_state_dict(progress["patches"])
 
+    def own_part(self) -> dict[str, Any]:
+        """What is different in each process of a run: small, and beside that the buffers of a model that is spread over them."""
+        part = {"random": self.rest["random"]}
+        if "progress" in self.rest:
+            part["data"] = self.rest["progress"]["data"]
+        if any(is_spread(tensor) for tensor in self.tensors.values()):
+            part["buffers"] = {name: self.tensors[name].cpu() for name in self.rest["buffers"]}
+        return part
+
+    def become_that_of(self, rank: int, world_size: int) -> None:
+        """What was saved of one process. Another number of them goes on with the data of all, and new ones draw their own
+        random numbers."""
+        parts = self.rest.pop("processes", None) or [{"random": self.rest["random"]}]
+        own = parts[rank % len(parts)]
+        self.rest["random"] = own["random"]
+        if rank >= len(parts):
+            self.rest["new_process"] = rank
+        if len(parts) == world_size:
+            if "data" in own:
+                self.rest["progress"]["data"] = own["data"]
+            self.rest["own_buffers"] = own.get("buffers", {})
+
+    def _read_shards(self, trainer: SafeTrainer, directory: Path) -> None:
+        """Each process reads the part that it is to have. Every process must get here."""
+        from .checkpoint.manifest import Damaged
+        from .checkpoint.shards import read_shards
+
+        targets = TrainState.gather(trainer, progress=False).tensors
+        parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+
+        def memory_for(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            like = targets.get(name)
+            index = name.split("/")[1]
+            if like is None and name.startswith("optimizer/") and index.isdigit() and int(index) < len(parameters):
+                like = parameters[int(index)]
+            if like is not None and like.shape == shape:
+                return empty_like(like, dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype)
+
+        try:
+            self.tensors |= read_shards(directory, memory_for)
+        except Damaged as problem:
+            raise CheckpointError(
+                f"{directory} was whole when it was verified, but cannot be read: {problem}.\nTo fix: resume again."
+            ) from problem
+        self.tensors |= self.rest.get("own_buffers", {})
+        self.shards = None
+
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """In this process."""
+        return sum(local(tensor).nbytes for tensor in self.tensors.values())
 
     def part(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part, by their own names."""
@@ -147,7 +204,7 @@ class TrainState:
                 "To fix: build the same model as the run that saved it."
             )
         for parameter, saved in pairs:
-            parameter.copy_(saved)
+            put(parameter, saved)
         for name, module, key in _buffers(model):
             if name not in saved_buffers:
                 module._buffers[key] = None  # it came into being after the state was saved
@@ -166,8 +223,12 @@ class TrainState:
 
     def _restore_optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         packed = saved["packed"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, (index, key) in saved["tensors"].items():
-            packed["state"].setdefault(index, {})[key] = self.tensors[name].clone()
+            value = self.tensors[name]
+            if isinstance(index, int) and index < len(parameters):
+                value = spread_like(value, parameters[index])
+            packed["state"].setdefault(index, {})[key] = value.clone()
         try:
             optimizer.load_state_dict(packed)
         except (ValueError, KeyError) as error:
@@ -175,16 +236,16 @@ class TrainState:
                 f"the saved state does not fit this optimizer: {error}.\nTo fix: build the same optimizer as the run that saved it."
             ) from error
         # Loading casts moments to their parameter's type; they go on with the bits they had.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, (index, key) in saved["tensors"].items():
             loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
             if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:
-                optimizer.state[parameters[index]][key] = self.tensors[name].to(loaded.device, copy=True)
+                value = spread_like(self.tensors[name], parameters[index])
+                optimizer.state[parameters[index]][key] = value.to(loaded.device, copy=True)
 
     def _restore_ema(self, trainer: SafeTrainer) -> None:
         assert trainer.ema is not None
         for name, average in trainer.ema.weights.items():
-            average.copy_(self._tensor(f"ema/{name}", average))
+            put(average, self._tensor(f"ema/{name}", average))
 
 
 def check_dense(model: nn.Module) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import assembly, gradients
+from . import assembly, gradients, stepping
 from .batch import same_nest
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .forensics.raised import is_numeric
 from .hooks import check_hooks
+from .incident import STATE_AUDIT
 from .measure import Measurement
+from .panel import Panel
 from .recovery import Case, LastGood
 from .recovery.bench import Workbench
 from .result import FitResult
@@ -30,13 +33,20 @@ from .session import TrainerSession
 from .snapshots import Copy
 from .state import TrainState
 from .verdict import Action, Decision, Verdict, merge
-from .view import DeviceStep, Limits, StepView, tightest
+from .view import DeviceStep, Limits, StepView
 
 
 class SafeTrainer(TrainerSession):
     """Trains a model so that no bad step is ever applied.
 
     Use it as it is, from a config, or subclass it; the hooks that a subclass may define are those of `TrainerParts`.
+
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = SafeTrainer(model, loss_fn=torch.nn.MSELoss(), optimizer=optimizer, train_data=data, config=QUIET)
+    >>> trainer.fit().final_loss < 0.5
+    True
     """
 
     _checked_backward = False
@@ -58,14 +68,14 @@ class SafeTrainer(TrainerSession):
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         self._run = Run(self.config, self._run_dir, self.engine.rank, resume)
         self.bench = Workbench(self)
-        with self.run.recorded(), self._prepared() as keeper:
+        with self._among_ranks(), self.run.recorded(), self._prepared() as keeper:
             keeper.begin()
             while not self._finished():
                 window = self._next_window()
                 if window:
                     self.run_step(window)
                     self._evaluate_if_due(epoch_ended=False)
-                elif self.run.signal is None:
+                elif self._signal is None:
                     self._end_epoch()
                 keeper.after_step()
                 if self._schedule_error is not None and not self._finished():
@@ -74,10 +84,10 @@ class SafeTrainer(TrainerSession):
                         f"the schedule {type(self.scheduler).__name__} failed after step {self.step - 1}: {self._schedule_error}\n"
                         "To fix: make it for as many steps as the run takes (loop.max_steps)."
                     ) from self._schedule_error
-                if self.run.signal is not None:
+                if self._signal is not None:
                     keeper.save(required=True)
-                    raise Interrupted(self.run.signal, self.run.result)
-                if self.run.out_of_time and not self._finished():
+                    raise Interrupted(self._signal, self.run.result)
+                if self._out_of_time and not self._finished():
                     keeper.save(required=True)
                     self.run.result.status = "paused"
                     return self.run.result
@@ -89,9 +99,14 @@ class SafeTrainer(TrainerSession):
         """One optimizer step over a window of micro-batches, as a transaction."""
         if len(self.optimizer.param_groups) != len(self._groups):  # a hook has given it more to train
             self._find_parameters()
+        if not self.panel.is_of(self.guards):  # one has joined
+            self.panel = Panel(self.guards)
+        if self.joint is not None:
+            self.joint.begin()
+        begin = perf_counter()
         self.transaction.begin(window)
-        for guard in self.guards:
-            guard.begin(self.step, self.run.consecutive_refusals)
+        self.panel.begin(self.step, self.run.consecutive_refusals)
+        self.run.guard_seconds += perf_counter() - begin
         try:
             measurement, limits = self._attempt(window)
         except Exception as error:
@@ -110,7 +125,9 @@ class SafeTrainer(TrainerSession):
         self.refused(view, decision, window, self.transaction.random_state)
 
     def _attempt(self, window: Sequence[Any]) -> tuple[Measurement, Limits]:
-        """Forward and backward for each micro-batch, then measure. Nothing is read to the host."""
+        """Forward and backward for each micro-batch, then measure. Nothing is read to the host (by one process)."""
+        if self.joint is not None:
+            return self.joint.attempt(window)
         losses, metrics = [], []
         for index, batch in enumerate(window):
             with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1), self.patches:
@@ -140,13 +157,23 @@ class SafeTrainer(TrainerSession):
     ) -> tuple[Measurement, Limits]:
         self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
-        norm = gradients.global_norm(grads).to(self.engine.device)
+        norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak, window)
-        signals = {f"{g.name}.{name}": value for g in self.guards for name, value in g.measure(step).items()}
+        step = DeviceStep.of(
+            step=self.step,
+            loss=loss,
+            grad_norm=norm,
+            gradients=grads,
+            buffer_peak=self.transaction.buffer_peak,
+            state_peak=self.audit.state_peak,
+            window=window,
+        )
+        begin = perf_counter()
+        signals = self.panel.measure(step)
+        self.run.guard_seconds += perf_counter() - begin
         measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
         measurement.vector = self.engine.share(measurement.vector)
-        return measurement, tightest(guard.limits() for guard in self.guards)
+        return measurement, self.panel.limits()
 
     def _view(self, measurement: Measurement, limits: Limits) -> StepView:
         """The step's numbers on the host. The one read of a healthy step is here."""
@@ -161,25 +188,29 @@ class SafeTrainer(TrainerSession):
             and math.isfinite(numbers["loss"])
             and not math.isfinite(numbers["grad_norm"])
         )
-        return StepView(
+        numbers |= self.run.history(scaler_overflow)
+        return StepView.of(
             step=self.step,
             lrs=self.scheduled_lrs(),
             limits=limits,
             norm_overflow=norm_overflow,
             scaler_overflow=scaler_overflow,
-            **numbers,
-            **self.run.history(scaler_overflow),
             bad_state=self.audit.bad_state_before_step,
+            **numbers,
         )
 
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""
-        verdicts = [(guard.name, guard.verdict(view)) for guard in self.guards]
-        if view.error is not None and not any(str(view.error) in verdict.reason for _, verdict in verdicts):
-            evidence = {"signal": "exception", "value": math.nan}
+        begin = perf_counter()
+        decision = self.panel.judge(view)
+        self.run.guard_seconds += perf_counter() - begin
+        if view.error is not None and not any(str(view.error) in v.reason for v in decision.verdicts.values()):
             reason = f"{type(view.error).__name__}: {view.error}"
-            verdicts.append(("loop", Verdict(Action.SKIP, reason=reason, evidence=evidence)))
-        return merge(verdicts)
+            refusal = Verdict(Action.SKIP, reason=reason, evidence={"signal": "exception", "value": math.nan})
+            decision = merge([*decision.verdicts.items(), ("loop", refusal)])
+        if self.joint is None or decision.action is Action.COMMIT:
+            return decision
+        return self.joint.agree(decision, view)
 
     def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> bool:
         """Apply the step. False: its update would have ruined the state, and was taken back (looked for after trouble only)."""
@@ -189,12 +220,13 @@ class SafeTrainer(TrainerSession):
             self._clear_gradients()
             self.run.stepped(view, decision, "overflow", self.stream.epoch)
             return True
-        gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
+        if view.limits.bounded:
+            gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            self.optimizer.step()
+            stepping.step(self.optimizer)
         if before is not None:
-            if self.audit.bad_state():
+            if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)
                 self.transaction.expect_weights()
                 return False
@@ -215,8 +247,9 @@ class SafeTrainer(TrainerSession):
 
     def committed(self, view: StepView, decision: Decision) -> None:
         """Learn from a step that was applied, and tell of it."""
-        for guard in self.guards:
-            guard.learn(view, decision)
+        begin = perf_counter()
+        self.panel.learn(view, decision)
+        self.run.guard_seconds += perf_counter() - begin
         self.run.stepped(view, decision, "commit", self.stream.epoch)
         self.on_commit(view)
 
@@ -231,16 +264,34 @@ class SafeTrainer(TrainerSession):
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
-        if isinstance(error, SafetrainError):
+        if self.joint is None and isinstance(error, SafetrainError):
             return False  # it says itself what to do
-        if self.engine.world_size > 1:
-            return False  # the other ranks are in a collective that this one has left
+        if self.joint is not None and not self.joint.failed_together:
+            return self.joint.undo_abandoned(error, window)
         random_state = self.transaction.random_state
         self.transaction.restore()
         self._clear_gradients()
         went_back = self._settle()
+        view = self._view_of_error(error, window)
+        if not (self._explains(view) if self.joint is None else self.joint.failure_is_explained):
+            self._save_for_another_try(window)
+            return False
+        if went_back and self._deferred is not None:
+            self._deferred.tell_undone(view)
+            return True
+        self.engine.keep_scale(view.loss_scale)
+        self.transaction.begin(window)
+        self.transaction.random_state = random_state
+        self.refused(view, self._judge(view), window, random_state)
+        return True
+
+    def _explains(self, view: StepView) -> bool:
+        assert view.error is not None
+        return is_numeric(view.error) or any(guard.explains(view) for guard in self.guards)
+
+    def _view_of_error(self, error: Exception, window: Sequence[Any]) -> StepView:
         scale = self.engine.loss_scale()
-        view = StepView(
+        return StepView(
             step=self.step,
             loss=math.nan,
             grad_norm=math.nan,
@@ -251,16 +302,6 @@ class SafeTrainer(TrainerSession):
             window=lambda: window,
             error=error,
         )
-        if not (is_numeric(error) or any(guard.explains(view) for guard in self.guards)):
-            return False
-        if went_back and self._deferred is not None:
-            self._deferred.tell_undone(view)
-            return True
-        self.engine.keep_scale(view.loss_scale)
-        self.transaction.begin(window)
-        self.transaction.random_state = random_state
-        self.refused(view, self._judge(view), window, random_state)
-        return True
 
     def refused(
         self,
@@ -276,24 +317,26 @@ class SafeTrainer(TrainerSession):
         nothing_learned = self.last_good is not None and self.last_good.nothing_learned
         incident = self.run.open_incident(view, decision)
         case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
-        self.bench.investigate(case)
-        self.transaction.restore(replayed=True)
-        if self.bench.absolve(case):
-            return Action.COMMIT
-        self.bench.keep_replay(case)
-        return self._resolve(case)
+        with self.run.phase("recovery", f"investigating step {view.step}"):
+            self.bench.investigate(case)
+            self.transaction.restore(replayed=True)
+            if self.bench.absolve(case):
+                return Action.COMMIT
+            self.bench.keep_replay(case)
+            return self._resolve(case)
 
     def distrusted(self, verdict: Verdict) -> None:
         """Between two steps the state itself was found to be wrong: go back, or stop."""
         self.transaction.begin()
         loss = self.run.result.final_loss
         view = StepView(max(self.run.step - 1, 0), loss, math.nan, **self.run.history(False))
-        self.resolve_between_steps(view, merge([("audit", verdict)]))
+        self.resolve_between_steps(view, merge([(STATE_AUDIT, verdict)]))
 
     def resolve_between_steps(self, view: StepView, decision: Decision) -> None:
         """Climb the ladder for what is wrong after a step that was committed."""
         incident = self.run.open_incident(view, decision)
-        self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
+        with self.run.phase("recovery", f"recovering after step {view.step}"):
+            self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
 
     def _resolve(self, case: Case) -> Action:
         settlement = self.bench.count_samples(case, self.ladder.settle(case, self.bench))

@@ -19,8 +19,11 @@ from .batch import map_tensors, tensors_in
 from .copies import Copies, layout_of
 from .gradients import numbers_of, peak
 from .rng import RandomState
+from .sharding import local
 
 _VERSION = operator.attrgetter("_version")
+_TRAINING = operator.attrgetter("training")
+_NO_BUFFERS: dict[str, Tensor | None] = {}
 
 
 class Transaction:
@@ -40,6 +43,7 @@ class Transaction:
         self._buffers = Copies()
         self._watched: list[tuple[str, Tensor]] = []
         """The buffers of `begin` that are to stay finite."""
+        self._watched_tensors: list[Tensor] = []
         self._weights = Copies()
         """Of the parameters that forward was seen to write to."""
         self._lost: list[str] = []
@@ -72,6 +76,7 @@ class Transaction:
         self._modules = list(owners)
         self._paths = list(owners.values())
         self._held = [module._buffers for module in owners]
+        self._no_contents = [_NO_BUFFERS] * len(self._held)
         unique: dict[int, tuple[str, Tensor]] = {}
         for module, path in owners.items():
             for name, parameter in module._parameters.items():
@@ -84,33 +89,43 @@ class Transaction:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def begin(self, window: Sequence[Any] = ()) -> None:
         """Remember all that a step on this window may change. One foreach copy into tensors that are kept."""
         self.random_state = RandomState.capture()
         self._lost = []
-        self._modes = [module.training for module in self._modules]
-        self._contents = [dict(held) for held in self._held]
-        if self._buffers.take(_tensors(self._contents)):
+        self._modes = list(map(_TRAINING, self._modules))
+        has_buffers = any(self._held)
+        self._contents = (
+            [dict(held) if held else _NO_BUFFERS for held in self._held] if has_buffers else self._no_contents
+        )
+        if (has_buffers or self._buffers.tensors) and self._buffers.take(_tensors(self._contents)):
             named = self._named_buffers(self._contents)
             self._mark_born_bad(named)
             self._watched = [(path, buffer) for path, buffer in named if self._is_watched(path, buffer)]
-        self._weights.take(self._weights.tensors)
+            self._watched_tensors = [buffer for _, buffer in self._watched]
+        if self._weights.tensors:
+            self._weights.take(self._weights.tensors)
         self._versions = list(map(_VERSION, self._unwritten))
         self._batch = [tensor for batch in window for tensor in tensors_in(batch)]
-        self._batch_versions = [_version(tensor) for tensor in self._batch]
+        self._batch_versions = list(map(_version, self._batch))
         is_probe = self._is_first_step and bool(window)
         self._batch_values = [t.detach().clone() for t in self._batch] if is_probe or self._writes_batch else None
         # On the host: a device that just holds the model need not hold it twice.
-        self._first_weights = [weight.detach().to("cpu", copy=True) for weight in self._unwritten] if is_probe else None
+        self._first_weights = (
+            [local(weight.detach()).to("cpu", copy=True) for weight in self._unwritten] if is_probe else None
+        )
 
-    @torch.no_grad()
     def notice_writes(self) -> None:
         """After backward: from now on remember what this step wrote to. Costs a look at the version counters."""
         written = self._changed_versions()
+        if not written and self._first_weights is None and self._batch_values is None:
+            if list(map(_version, self._batch)) == self._batch_versions:
+                return  # nearly every step ends here
         if self._first_weights is not None:
             pairs = enumerate(zip(self._unwritten, self._first_weights, strict=True))
-            written = [i for i, (now, then) in pairs if i in written or not _same_values(now.detach().cpu(), then)]
+            written = [
+                i for i, (now, then) in pairs if i in written or not _same_values(local(now.detach()).cpu(), then)
+            ]
         if self._written_batch():
             self._writes_batch = True
         if written:
@@ -118,6 +133,7 @@ class Transaction:
         self._is_first_step = False
         self._first_weights = None
 
+    @torch.no_grad()
     def _remember(self, written: list[int]) -> None:
         weights = [self._unwritten[index] for index in written]
         if self._first_weights is None:
@@ -173,8 +189,8 @@ class Transaction:
             return
         if self._first_weights is not None:
             for weight, value in zip(self._unwritten, self._first_weights, strict=True):
-                if not _same_values(weight.detach().cpu(), value):
-                    weight.copy_(value)
+                if not _same_values(local(weight.detach()).cpu(), value):
+                    local(weight).copy_(value)
             return
         if written := self._changed_versions():
             self._remember(written)
@@ -213,7 +229,8 @@ class Transaction:
                     assert current is not None
                     current.copy_(torch.where(bad, values[id(buffer)], current))
         for weight in self._weights.tensors:
-            weight.copy_(torch.where(bad, self._weights.value_of[id(weight)], weight))
+            now = local(weight)
+            now.copy_(torch.where(bad, self._weights.value_of[id(weight)], now))
 
     def _shape_changed(self) -> bool:
         if self._buffers.has_odd or any(
@@ -244,6 +261,10 @@ class Transaction:
 
     def buffer_peak(self) -> Tensor | None:
         """Largest absolute value over the buffers as the forward pass left them."""
+        if not (self._weights.tensors or self._buffers.tensors or any(self._held)):
+            return None
+        if not self._weights.tensors and self._buffers.are(_tensors(self._held)):
+            return peak(self._watched_tensors) if self._watched_tensors else None
         return peak([tensor for _, tensor in self.buffers_now()])
 
     def buffers_now(self) -> list[tuple[str, Tensor]]:
@@ -268,6 +289,7 @@ class Transaction:
         names = [path for path, buffer in self.buffers_now() if not _is_finite(buffer)]
         self.born_bad.update(names)
         self._watched = [(path, buffer) for path, buffer in self._watched if path not in self.born_bad]
+        self._watched_tensors = [buffer for _, buffer in self._watched]
         return names
 
     @property
@@ -328,6 +350,7 @@ def _without_inf(tensor: Tensor) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    tensor = local(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(numbers_of(tensor)).all())

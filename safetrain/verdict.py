@@ -10,7 +10,11 @@ from typing import Any
 
 
 class Action(enum.IntEnum):
-    """The four outcomes of a step, in order of severity."""
+    """The four outcomes of a step, in order of severity.
+
+    >>> max(Action.SKIP, Action.ROLLBACK), str(Action.SKIP)
+    (<Action.ROLLBACK: 2>, 'skip')
+    """
 
     COMMIT = 0
     SKIP = 1
@@ -27,6 +31,10 @@ class Verdict:
 
     `lr_scale` multiplies the scheduled learning rate of this step; `reason` is a sentence for people, required when the
     step is refused; `evidence` holds the numbers behind it: `signal` and `value` name what tripped.
+
+    >>> Verdict()  # let the step pass
+    Verdict(action=<Action.COMMIT: 0>, lr_scale=1.0, reason='', evidence={}, salvage=False)
+    >>> refusal = Verdict(Action.SKIP, reason="loss 12 is above 10", evidence={"signal": "loss", "value": 12.0})
     """
 
     action: Action = Action.COMMIT
@@ -48,7 +56,11 @@ COMMIT = Verdict()
 
 @dataclass(frozen=True)
 class Decision:
-    """All verdicts of a step merged: what will be done, and every reason with the guard that gave it."""
+    """All verdicts of a step merged: what will be done, and every reason with the guard that gave it.
+
+    >>> Decision(Action.SKIP, 1.0, {"ceiling": Verdict(Action.SKIP, reason="loss 12 is above 10")}).reasons
+    ['ceiling: loss 12 is above 10']
+    """
 
     action: Action
     lr_scale: float
@@ -68,6 +80,12 @@ class Decision:
         return all(v.salvage for v in self.verdicts.values() if v.action > Action.COMMIT)
 
     @property
+    def undoubted(self) -> Decision:
+        """What the guards say if all that is only doubtful passes (`doubtful` in a verdict's evidence)."""
+        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or not v.evidence.get("doubtful")}
+        return self if len(sure) == len(self.verdicts) else merge(sure.items())
+
+    @property
     def decisive(self) -> tuple[str, Verdict]:
         """The guard whose verdict decided, with that verdict."""
         return self.by_severity()[0]
@@ -77,6 +95,9 @@ def merge(verdicts: Iterable[tuple[str, Verdict]]) -> Decision:
     """The most severe action wins, the smallest learning-rate scale wins, every reason is kept.
 
     Commutative and associative, so the order of guards means nothing.
+
+    >>> merge([("a", Verdict(Action.SKIP, reason="odd")), ("b", Verdict(lr_scale=0.5))]).lr_scale
+    0.5
     """
     by_guard = dict(verdicts)
     action = max((v.action for v in by_guard.values()), default=Action.COMMIT)

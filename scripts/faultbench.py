@@ -434,10 +434,12 @@ def _plot(rows: list[dict[str, Any]], policies: list[str], path: Path) -> None:
             heights.append(1e4 if len(finite) < len(found) else statistics.median(finite or [1e-4]))
         positions = [i + (index - 1) * 0.27 for i in range(len(faults))]
         axes.bar(positions, heights, width=0.25, label=policy)
-    axes.set(yscale="log", ylabel="final loss above the run without the fault (1e4: NaN)", ylim=(1e-4, 2e4))
+    axes.set(yscale="log", ylabel="final loss above the run without the fault", ylim=(1e-4, 3e4))
+    ticks = {1e-4: "0.01%", 1e-3: "0.1%", 1e-2: "1%", 1e-1: "10%", 1.0: "100%", 1e2: "100x", 1e4: "NaN"}
+    axes.set_yticks(list(ticks), list(ticks.values()), minor=False)
     axes.set_xticks(range(len(faults)), faults, rotation=30, ha="right")
     axes.axhline(0.02, color="grey", linestyle=":")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(policies), frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -62,7 +62,7 @@ def train(tmp_path: Path, model: nn.Module, bad: int = 3, count: int = 6, **sect
 
 def test_a_bundle_holds_all_that_a_fresh_model_needs_to_reproduce_the_step(tmp_path: Path) -> None:
     _, path = train(tmp_path, Counting())
-    assert {file.name for file in path.iterdir()} == {"incident.json", "report.md", "replay.pt"}
+    assert {file.name for file in path.iterdir()} == {"incident.json", "report.md", "report.html", "replay.pt"}
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert contents["eval_mode"] == ["frozen"]
     assert contents["buffers"]["seen"] == 3

@@ -1,6 +1,7 @@
-"""The README tells the truth: its code runs, its config trains, its tree is the tree, its guard is a guard."""
+"""The README tells the truth: its config trains, its tree is the tree, its guards are all there. (That its code runs: tests/docs.)"""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,48 +18,13 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def marked(name, language):
-    return re.search(rf"<!-- {name} -->\n```{language}\n(.*?)```", README, flags=re.DOTALL).group(1)
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_code_runs(code, tmp_path):
-    path = tmp_path / "example.py"
-    path.write_text(code)
-    exec(compile(code, str(path), "exec"), {"__name__": "example"})
-
-
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
-
-    def forward(self, x):
-        return self.layers(x)
-
-class Points(torch.utils.data.Dataset):
-    def __init__(self, count):
-        self.x = torch.randn(count, 3)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.x[index].sum(0, keepdim=True)
-"""
-
-
 def test_config_trains(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
+    shutil.copy(ROOT / "tests" / "docs" / "given" / "README.md" / "model.py", tmp_path)
     (config,) = blocks("yaml")
     (tmp_path / "my.yaml").write_text(config)
     result = SafeTrainer(config=load_config("my.yaml", ["logging.console=off"])).fit()
@@ -68,8 +34,9 @@ def test_config_trains(tmp_path):
 
 @pytest.fixture
 def guard_file(tmp_path):
+    page = (ROOT / "docs" / "guards" / "your-own.md").read_text(encoding="utf-8")
     path = tmp_path / "guard.py"
-    path.write_text(marked("guard", "python"))
+    path.write_text(re.search(r"<!-- file: ceiling.py -->\n```python\n(.*?)```", page, flags=re.DOTALL).group(1))
     return path
 
 
@@ -116,23 +83,4 @@ def test_every_registered_guard_is_in_the_table():
     from safetrain.guards import REGISTRY
 
     ours = [name for name, cls in REGISTRY.items() if cls.__module__.startswith("safetrain.guards.")]
-    assert [name for name in ours if f"| `{name}` |" not in README] == []
-
-
-def test_links_resolve():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
-
-
-def test_the_quickstart_says_what_the_readme_says(tmp_path):
-    shown = marked("quickstart", "text")
-    config = load_config(ROOT / "configs" / "quickstart.yaml", ["logging.console=off", "logging.tensorboard=false"])
-    result = SafeTrainer(config=config, run_dir=tmp_path / "run").fit()
-    first = result.incidents[0]
-    assert f"INCIDENT at step {first.step}, loss = nan: step repaired and committed" in shown
-    assert first.origin.code.strip() in shown
-    assert f"> {first.origin.line}" in re.sub(r" +", " ", shown)
-    assert f"{first.cause.label}: div got the inputs below" in shown
-    assert f"done: {result.steps} steps committed, {result.skipped} skipped" in shown
-    assert f"incidents: {len(result.incidents)} (at step {', '.join(str(i.step) for i in result.incidents)})" in shown
+    assert [name for name in ours if f"| [`{name}`]" not in README] == []

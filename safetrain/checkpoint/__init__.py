@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from .group_store import open_store
 from .manifest import Damaged, Manifest, UnknownSchema
 from .saver import Saver
 from .store import BadState, CheckpointStore, Loaded
 from .weights import save_weights
 
-__all__ = ["BadState", "CheckpointStore", "Damaged", "Loaded", "Manifest", "Saver", "UnknownSchema", "save_weights"]
+__all__ = [
+    "BadState",
+    "CheckpointStore",
+    "Damaged",
+    "Loaded",
+    "Manifest",
+    "Saver",
+    "UnknownSchema",
+    "open_store",
+    "save_weights",
+]

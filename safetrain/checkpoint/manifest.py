@@ -6,6 +6,7 @@ import dataclasses
 import json
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,10 @@ class Manifest:
             body["metric"] = repr(self.metric)  # as text: it comes back bit for bit, also if infinite
         return _sealed(body)
 
-    def verify_files(self, directory: Path) -> None:
-        """Compare every file with what was written. Raises Damaged."""
-        for name, expected in self.files.items():
-            path = directory / name
+    def verify_files(self, directory: Path, names: Iterable[str] | None = None) -> None:
+        """Compare every file, or those of these names, with what was written. Raises Damaged."""
+        for name in self.files if names is None else names:
+            path, expected = directory / name, self.files[name]
             try:
                 if (size := path.stat().st_size) != expected["bytes"]:
                     raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")

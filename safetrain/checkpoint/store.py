@@ -4,6 +4,7 @@
                                  ema.safetensors    their moving average, if there is one
                                  training.safetensors, state.pt    the rest of the training state
                                  manifest.json      sizes and checksums
+                                 .metadata, __0_0.distcp, …  instead of safetensors, if the state was spread over processes
     checkpoints/last, best       links to the newest, and to the best by `loop.monitor`
 
 A checkpoint is written beside its final place, flushed to disk and renamed; what has the final name is complete.
@@ -16,7 +17,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..audit import is_second_moment, peaks_of, problems_in
 from ..errors import CheckpointError
 from ..state import TrainState
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
+from .shards import METADATA, plain_memory, read_shards
 from .tensorfile import is_storable, write_tensors
 
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?$")
@@ -69,23 +71,27 @@ class CheckpointStore:
 
     def write(self, state: TrainState, about: dict[str, Any]) -> Path:
         """A new checkpoint; returns when it is safely on disk. Raises OSError, or BadState for a state that is not finite."""
-        if not self.directory.parent.is_dir():
-            raise FileNotFoundError(f"the run directory {self.directory.parent} is gone")
-        self.directory.mkdir(exist_ok=True)
-        final = self._free_name(about["step"])
-        temporary = self.directory / f".{final.name}.{os.getpid()}.tmp"
+        final, temporary = self.new_names(about["step"])
         try:
             temporary.mkdir()
             files, problems = _write_files(temporary, state)
             if problems:
                 raise BadState(problems)
-            _write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
-            _sync_directory(temporary)
+            write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
+            sync_directory(temporary)
             os.rename(temporary, final)
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
+
+    def new_names(self, step: int) -> tuple[Path, Path]:
+        """What a checkpoint of that step is to be called, and while it is written."""
+        if not self.directory.parent.is_dir():
+            raise FileNotFoundError(f"the run directory {self.directory.parent} is gone")
+        self.directory.mkdir(exist_ok=True)
+        final = self._free_name(step)
+        return final, self.directory / f".{final.name}.{os.getpid()}.tmp"
 
     def _free_name(self, step: int) -> Path:
         path, again = self.directory / f"step-{step:08d}", 0
@@ -154,40 +160,73 @@ class CheckpointStore:
         """Verified first. Raises Damaged."""
         manifest = read_manifest(path)
         manifest.verify_files(path)
-        try:
-            rest = torch.load(path / REST, map_location="cpu", weights_only=True)
+        with _damaged_if_unreadable():
+            rest = read_rest(path)
             tensors = rest.pop("tensors")
+            if METADATA in manifest.files:
+                tensors |= read_shards(path, plain_memory)
             for part, name in OWN_FILE.items():
                 if name in manifest.files:
                     tensors |= {f"{part}/{key}": tensor for key, tensor in load_file(path / name).items()}
-            tensors |= load_file(path / OTHERS)
-        except Exception as error:  # a forged file can make its readers raise anything, but never run anything
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Damaged(f"it cannot be loaded: {what}") from error
+            if OTHERS in manifest.files:
+                tensors |= load_file(path / OTHERS)
         return Loaded(path, manifest, TrainState(tensors, rest))
 
     def load_newest(self) -> Loaded | None:
         """The newest that verifies; None if there is none at all. Raises CheckpointError if there are only unusable ones."""
         passed_over: dict[str, str] = {}
-        for path in reversed(self.paths()):
+        for path in self._newest_first():
             try:
-                loaded = self.load(path)
+                loaded = self._load_candidate(path)
             except UnknownSchema as problem:
-                raise CheckpointError(
-                    f"{path} cannot be used: {problem}.\nTo fix: use the version of safetrain that wrote it, or a newer one."
-                ) from problem
+                raise unusable(path, problem) from problem
             except Damaged as problem:
                 passed_over[path.name] = str(problem)
                 continue
             loaded.passed_over = passed_over
             return loaded
         if passed_over:
-            reasons = "\n".join(f"  {name}: {reason}" for name, reason in passed_over.items())
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} can be used:\n{reasons}\n"
-                "To fix: restore one from a backup, or start a new run in another directory."
-            )
+            raise self.none_left(passed_over)
         return None
+
+    def _newest_first(self) -> list[Path]:
+        return list(reversed(self.paths()))
+
+    def _load_candidate(self, path: Path) -> Loaded:
+        """Raises Damaged, or UnknownSchema: in a run of several processes on all of them."""
+        return self.load(path)
+
+    def none_left(self, passed_over: dict[str, str]) -> CheckpointError:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in passed_over.items())
+        return CheckpointError(
+            f"no checkpoint in {self.directory} can be used:\n{reasons}\n"
+            "To fix: restore one from a backup, or start a new run in another directory."
+        )
+
+
+def unusable(path: Path, problem: UnknownSchema) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be used: {problem}.\nTo fix: use the version of safetrain that wrote it, or a newer one."
+    )
+
+
+@contextlib.contextmanager
+def _damaged_if_unreadable() -> Iterator[None]:
+    """A forged file can make its readers raise anything, but never run anything."""
+    try:
+        yield
+    except Damaged:
+        raise
+    except Exception as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(f"it cannot be loaded: {what}") from error
+
+
+def read_rest(path: Path) -> dict[str, Any]:
+    """All but the tensors of a checkpoint, and those that no other file has a place for."""
+    with _damaged_if_unreadable():
+        rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+    return rest
 
 
 def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -208,21 +247,26 @@ def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str
         files[file] = {"bytes": written.num_bytes, "xxh3_128": written.checksum}
         prefix = "" if file == OTHERS else f"{file.partition('.')[0]}/"
         suspects |= {prefix + name: tensors[name] for name in written.suspects}
-    buffer = io.BytesIO()
-    torch.save({**state.rest, "tensors": odd}, buffer)
-    _write_bytes(directory / REST, buffer.getvalue())
-    files[REST] = {"bytes": buffer.tell(), "xxh3_128": checksum(directory / REST)}
+    files[REST] = write_rest(directory / REST, state.rest, odd)
     return files, problems_in(peaks_of(suspects), state.rest["born_bad"])
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
+def write_rest(path: Path, rest: dict[str, Any], odd: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns size and checksum."""
+    buffer = io.BytesIO()
+    torch.save({**rest, "tensors": odd}, buffer)
+    write_bytes(path, buffer.getvalue())
+    return {"bytes": buffer.tell(), "xxh3_128": checksum(path)}
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """What was created or renamed in it survives a power cut. Not every system can do that."""
     with contextlib.suppress(PermissionError, NotImplementedError):
         descriptor = os.open(path, os.O_RDONLY)

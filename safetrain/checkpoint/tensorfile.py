@@ -20,6 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .. import progress
+
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -61,6 +63,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], not_negative: Itera
     done, digest = Written(), xxhash.xxh3_128()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         flushed: Future[None] | None = None
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         num_unflushed = 0
         _write(file, header := _header(ordered))
         digest.update(header)
@@ -75,6 +78,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], not_negative: Itera
                 digest.update(content)
                 _write(file, content)
                 num_unflushed += len(content)
+                progress.note("MB written", file.tell() >> 20, num_bytes >> 20)
                 if num_unflushed >= FLUSH and (flushed is None or flushed.done()):
                     num_unflushed = 0
                     flushed = beside.submit(os.fsync, file.fileno())

@@ -8,28 +8,48 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
+from ..collective import by_first, process_rank
 from ..ema import Ema
 from ..files import replacing
+from ..sharding import is_sharded, whole
 
 
 def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
     """`final.safetensors`, and `final_ema.safetensors` when there is a moving average.
 
-    Loads without safetrain: `safetensors.torch.load_model(model, path)`.
+    Loads without safetrain: `safetensors.torch.load_model(model, path)`. Every process must call it, the first one writes.
     """
-    try:
-        with replacing(directory / "final.safetensors") as path:
-            _save(model, path)
-        if ema is not None:
-            with replacing(directory / "final_ema.safetensors") as path, ema.swapped_in():
-                _save(model, path)
-    except SafetensorError as error:
-        raise OSError(f"{directory}: {error}") from error
+    _save(model, directory / "final.safetensors")
+    if ema is not None:
+        with ema.swapped_in():
+            _save(model, directory / "final_ema.safetensors")
 
 
 def _save(model: nn.Module, path: Path) -> None:
-    state = model.state_dict()
-    if all(isinstance(value, Tensor) for value in state.values()):
-        save_model(model, str(path))
-    else:  # modules with a state of another kind, which safetensors has no place for
-        save_file({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, path)
+    parts = _whole_state(model) if is_sharded(model) else None
+    by_first(lambda: _write(model, parts, path))
+
+
+def _write(model: nn.Module, parts: dict[str, Tensor] | None, path: Path) -> None:
+    try:
+        with replacing(path) as temporary:
+            state = model.state_dict() if parts is None else parts
+            if parts is None and all(isinstance(value, Tensor) for value in state.values()):
+                save_model(model, str(temporary))
+            else:  # spread over processes; or modules with a state of another kind, which safetensors has no place for
+                save_file(
+                    {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, temporary
+                )
+    except SafetensorError as error:
+        raise OSError(f"{path.parent}: {error}") from error
+
+
+def _whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Made whole one tensor at a time; only the first process keeps them."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            full = whole(value)
+            if process_rank() == 0:
+                state[name] = full.cpu()
+    return state

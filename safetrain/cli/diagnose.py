@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import traceback
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,9 +12,12 @@ import click
 
 from ..errors import NonFiniteError, SafetrainError, UsageError
 from ..incident_report import listed
+from ..progress import note
+from .bars import progress_bar
 from .blocks import say, show
 from .flags import load
 from .main import EXIT_CHECK_FAILED, EXIT_USER_EXCEPTION
+from .user_errors import show_user_error
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -81,12 +82,12 @@ def command(
     # Exceptions are handled here and not by click, which would take an EOFError of a data set for Ctrl-D.
     try:
         examined = Examination(config, not no_remedies)
-        found = examined.scan(limit) if scan else examined.steps(steps)
+        with progress_bar("scanning" if scan else "examining"):
+            found = examined.scan(limit) if scan else examined.steps(steps)
     except Exception as error:
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
-        traceback.print_exc()
-        click.echo("\nsafetrain: the exception above was raised while the steps were built and examined", err=True)
+        show_user_error(error, "while the steps were built and examined")
         return EXIT_USER_EXCEPTION
     examined.report(found, as_json)
     return EXIT_CHECK_FAILED if found else 0
@@ -131,6 +132,7 @@ class Examination:
         with self._prepared(trainer):
             scale = trainer.engine.loss_scale()
             for position, window in enumerate(_windows(trainer, self._config.loop.grad_accum, count)):
+                note("step", position, count)
                 model, loss_fn = trainer._called_model, trainer.training_step
                 step = Step(
                     model,
@@ -159,21 +161,15 @@ class Examination:
         with self._prepared(trainer):
             precision, effort = trainer.engine.precision, self._effort(note=True)
             with closing(self._counted(window[0] for window in _windows(trainer, 1, None))) as batches:
-                found = find_bad_batches(trainer.model, trainer.training_step, batches, precision, limit, effort)
+                total = trainer.stream.num_batches()
+                found = find_bad_batches(trainer.model, trainer.training_step, batches, precision, limit, effort, total)
         self._stopped = len(found) >= limit
         return found
 
     def _counted(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        is_watched = sys.stderr.isatty()
-        try:
-            for batch in batches:
-                self._num_examined += 1
-                if is_watched and self._num_examined % 10 == 0:
-                    click.echo(f"\r{self._num_examined} batches scanned", err=True, nl=False)
-                yield batch
-        finally:
-            if is_watched:
-                click.echo("\r\x1b[K", err=True, nl=False)
+        for batch in batches:
+            self._num_examined += 1
+            yield batch
 
     def _build(self, config: Config) -> SafeTrainer:
         from ..trainer import SafeTrainer

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import ConfigError, NonFiniteError, SafetrainError
+from ..launch import record_failure
 from .flags import config_arguments
-from .main import EXIT_INCIDENTS, EXIT_USER_EXCEPTION
+from .main import ARGUMENTS, EXIT_INCIDENTS, EXIT_USER_EXCEPTION
+from .user_errors import show_user_error
 
 if TYPE_CHECKING:
     from ..config import Config, LoadedConfig
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
     default="never",
     help="auto: go on with the run in --out if there is one, else start it. For jobs that are started again and again.",
 )
+@click.option("--nproc", metavar="N", type=click.IntRange(1), default=1, help="Processes on this machine.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
 @click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
-def command(loaded: LoadedConfig, out: str | None, resume: str, quiet: bool, json_lines: bool, strict: bool) -> int:
+def command(
+    loaded: LoadedConfig, out: str | None, resume: str, nproc: int, quiet: bool, json_lines: bool, strict: bool
+) -> int:
     """Train what CONFIG, a file or a recipe's name, describes.
 
     \b
@@ -40,6 +45,7 @@ def command(loaded: LoadedConfig, out: str | None, resume: str, quiet: bool, jso
       safetrain fit my.yaml optimizer.lr=1e-4 'data.train.sizes=[1,2]'
       safetrain fit my.yaml guards.clip.mode=norm ~guards.backoff
       safetrain fit my.yaml --out runs/first --resume auto
+      safetrain fit my.yaml --nproc 4
 
     \b
     Exit codes:
@@ -50,7 +56,23 @@ def command(loaded: LoadedConfig, out: str | None, resume: str, quiet: bool, jso
         raise click.UsageError("--quiet and --json exclude each other")
     if resume == "auto" and out is None:
         raise click.UsageError("--resume auto needs --out DIR: the run to go on with is looked for there")
+    if nproc > 1:
+        from ..rundir import create_run_dir, holds_run
+
+        going_on = resume == "auto" and out is not None and holds_run(out)
+        return in_processes(nproc, Path(out) if going_on and out else create_run_dir(out, loaded.config.name))
     return train_and_report(loaded.config, out, strict, "auto" if resume == "auto" else False)
+
+
+def in_processes(num_processes: int, run_dir: Path) -> int:
+    """This very command in several processes, which all know the run directory."""
+    from ..launch import launch, without_option
+
+    given: list[str] = click.get_current_context().meta[ARGUMENTS]
+    arguments = without_option(given, "--nproc")
+    if arguments[0] == "fit":
+        arguments = [*without_option(arguments, "--out"), "--out", str(run_dir)]
+    return launch(arguments, num_processes, run_dir, lambda text: click.echo(text, err=True))
 
 
 def train_and_report(config: Config, out: str | None, strict: bool, resume: bool | str = False) -> int:
@@ -63,9 +85,11 @@ def train_and_report(config: Config, out: str | None, strict: bool, resume: bool
         # A check that user code calls is an exception of user code.
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
-        traceback.print_exc()
-        click.echo(f"\nsafetrain: the exception above was raised {progress.stage}", err=True)
+        show_user_error(error, progress.stage, progress.resumable)
+        record_failure(error)
         return EXIT_USER_EXCEPTION
+    finally:
+        progress.leave_process_group()
     return EXIT_INCIDENTS if strict and result.incidents else 0
 
 
@@ -86,6 +110,13 @@ class Progress:
         except SafetrainError:  # no run yet
             return "before the first step"
 
+    @property
+    def resumable(self) -> Path | None:
+        """The directory of the run, if it has anything to go on from."""
+        run = None if self.trainer is None else self.trainer._run
+        is_saved = run is not None and self.trainer is not None and self.trainer.config.checkpoint.enabled
+        return run.result.run_dir if run is not None and is_saved and run.result.steps > 0 else None
+
     def train(self, config: Config, out: str | None, resume: bool | str = False) -> FitResult:
         from ..trainer import SafeTrainer
 
@@ -94,6 +125,13 @@ class Progress:
         self._stage = "while the model, the data and the optimizer were built"
         self.trainer = cls(config=config, run_dir=out)
         return self.trainer.fit(resume)
+
+    def leave_process_group(self) -> None:
+        """What is left of it would complain, or hang, when the process ends."""
+        if self.trainer is not None and self.trainer.engine.world_size > 1:
+            from ..engine import leave_process_group
+
+            leave_process_group()
 
 
 def _trainer_class(config: Config, base: type[SafeTrainer]) -> type[SafeTrainer]:

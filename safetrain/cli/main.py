@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from ..errors import Interrupted, SafetrainError, TrainingStopped
+from ..errors import Interrupted, RankError, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
 EXIT_USAGE = 2
@@ -23,12 +23,17 @@ EXIT_CHECK_FAILED = 3
 EXIT_STOPPED = 4
 EXIT_INCIDENTS = 5
 
+ARGUMENTS = "safetrain.arguments"
+"""Where a command finds all that the program was called with, in `click.Context.meta`."""
+
 # Help is written here as well, because asking the commands for it would import them all.
 COMMANDS = {
     "fit": "Train.",
     "resume": "Go on with a run exactly where it was.",
+    "check": "Check data, model and first steps before training.",
     "diagnose": "Find the first bad operation of a config or a run.",
     "replay": "Run the step of an incident again.",
+    "report": "Write the HTML report of a run.",
     "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",
     "explain": "Print the loop with the guards plugged into it.",
@@ -41,6 +46,10 @@ COMMANDS = {
 
 class LazyCommands(click.Group):
     """Imports a command when it is called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -92,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: list[str], verbose: bool = False) -> int:
     """Run the program; returns its exit code."""
     try:
-        code = program.main(arguments, prog_name="safetrain", standalone_mode=False)
+        code = program.main(arguments, prog_name="safetrain", standalone_mode=False, obj="verbose" if verbose else None)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
@@ -105,10 +114,15 @@ def run(arguments: list[str], verbose: bool = False) -> int:
             traceback.print_exc()
         else:
             click.echo(str(error), err=True)
+        from ..launch import record_failure
+
+        record_failure(error)
         return exit_code(error)
 
 
 def exit_code(error: SafetrainError) -> int:
     if isinstance(error, TrainingStopped):
         return EXIT_STOPPED
+    if isinstance(error, RankError):
+        return EXIT_USER_EXCEPTION
     return 128 + error.signum if isinstance(error, Interrupted) else EXIT_USAGE

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import NonFiniteError, SafetrainError, UsageError
+from .bars import progress_bar
 from .flags import load
 from .main import EXIT_CHECK_FAILED, EXIT_USER_EXCEPTION
+from .user_errors import show_user_error
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
@@ -57,12 +58,12 @@ def command(
     kept = read_bundle(bundle)
     config = _config_of(kept, overrides, device)
     try:
-        replayed = _replay(kept, config, Trust(kept.run_dir, trusted), not no_remedies)
+        with progress_bar(f"replaying step {kept.incident.step}"):
+            replayed = _replay(kept, config, Trust(kept.run_dir, trusted), not no_remedies)
     except Exception as error:
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
-        traceback.print_exc()
-        click.echo("\nsafetrain: the exception above was raised while the step was built and replayed", err=True)
+        show_user_error(error, "while the step was built and replayed")
         return EXIT_USER_EXCEPTION
     _report(kept, replayed, as_json)
     return 0 if replayed.verdict == "reproduced" else EXIT_CHECK_FAILED

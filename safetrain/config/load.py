@@ -44,6 +44,10 @@ def load_config(source: Source = None, overrides: Iterable[str | Override] = ())
     `source` is a path, a recipe's name, a dict, an OmegaConf node, a `Config`, or None for the defaults; what it leaves
     out is filled with defaults. `overrides` are `key=value` (the value in YAML) and `~key` (delete). Raises one
     `ConfigError` that lists everything that is wrong.
+
+    >>> config = load_config({"loop": {"max_steps": 100}}, ["guards.clip.mode=norm", "~guards.stall"])
+    >>> config.loop.max_steps, config.guards["clip"].max_norm, config.guards["stall"]
+    (100, 1.0, None)
     """
     return load(source, overrides).config
 

@@ -26,6 +26,9 @@ class DataConfig:
     """Leave out the last training batch of an epoch if it is smaller than `batch_size`. Evaluation uses all samples."""
     num_workers: int = option(0, ge=0)
     """Loader processes, for data given as a Dataset."""
+    sharded: bool = False
+    """With several processes: the data gives each of them its own part already (a `DistributedSampler` is recognised by itself).
+    Otherwise every process is given all of the data, and takes its part of it by itself."""
 
 
 @dataclass
@@ -48,10 +51,24 @@ class LoopConfig:
     """Print and write metrics every so many steps."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16"))
     """Arithmetic of the forward pass; `bf16` and `fp16` use autocast, weights stay as they are."""
+    strategy: str = option("ddp", choices=("ddp", "fsdp"))
+    """What several processes share: with `ddp` each has the whole model; with `fsdp` (FSDP2) each holds a part of every
+    parameter, gradient and moment, and the model may be larger than one device. A single process has all of it either way."""
+    shard_blocks: list[str] = field(default_factory=list)
+    """fsdp: globs over names (`"blocks.*"`) or types (`Block`) of the modules that are gathered one at a time. Without any, the
+    elements of every `ModuleList`. fp32 islands are gathered by themselves."""
+    shard_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
+    """fsdp: the type in which gathered parameters are sent and computed with; islands stay in float32, gradients are summed in
+    it, and so is the update. `bf16` halves the traffic. With `fp32`, `precision` alone decides, as it does with ddp."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
     compile: bool | str = False
     """Compile the model with `torch.compile`; a string names the backend."""
+    num_processes: int | None = option(None, ge=1)
+    """How many processes the run must have; another number is an error at start. null: as many as were started."""
+    rank_timeout_seconds: float = option(1800.0, gt=0.0)
+    """With several processes: how long one waits for another before the run ends with the name of the one that is missing.
+    Longer than the slowest thing that one rank does alone, such as writing a checkpoint."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation that has none raises."""
     ema: float | None = option(None, gt=0.0, lt=1.0)
@@ -85,7 +102,7 @@ class RecoveryConfig:
     """Steps that may be trained on without their bad samples or micro-batches in the whole run."""
     quarantine_after: int | None = option(2, ge=1)
     """Incidents of the same sample after which it is left out of later epochs; null: never. Only for data given as a Dataset,
-    in a single process, and where `heal` has `samples`. Listed in `quarantine.jsonl`."""
+    and where `heal` has `samples`. Listed in `quarantine.jsonl`."""
     max_islands: int = option(8, ge=0)
     """fp32 islands that may be grown in the whole run."""
     max_patches: int = option(8, ge=0)
@@ -145,6 +162,13 @@ class LoggingConfig:
     """What is printed: `auto` draws live progress on a terminal and plain lines elsewhere, `json` prints the journal's lines."""
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
+    histograms_every: int | None = option(None, ge=1)
+    """Write histograms of the weights and gradients of each layer to TensorBoard every so many steps: of their finite values,
+    with how many are not. Takes about 10 ms for a million values; null: never."""
+    trackers: list[str] = option(factory=list, choices=("wandb", "mlflow", "trackio", "aim"))  # noqa: RUF009
+    """Trackers that are told the same as TensorBoard. Each must be installed, and is set up by its own environment variables."""
+    project: str | None = None
+    """Name of the project or experiment in those trackers; without it, `name`."""
 
 
 @dataclass

@@ -41,7 +41,10 @@ def find_config(source: str | Path, directory: Path) -> Path:
     names = recipe_names()
     close = difflib.get_close_matches(str(source), [*beside, *names], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(name) for name in close)}? " if close else ""
-    raise LookupError(f"{str(source)!r} {what}; {hint}recipes: {', '.join(names) or 'none'}")
+    whole = [name for name in names if not name.endswith("_broken")]
+    raise LookupError(
+        f"{str(source)!r} {what}; {hint}give the path of a YAML file, or a recipe: {', '.join(whole) or 'none'}"
+    )
 
 
 def _yaml_files(directory: Path) -> list[Path]:

@@ -8,6 +8,7 @@ storages.py       which memory a tensor lies in
 api_names.py      how an op was typed
 schemas.py        what an op reads and writes
 values.py         finite, Inf or NaN; statistics
+histogram.py      how the values of an operand are spread
 facts.py          operand statistics at the ops that make bad values
 provenance.py     walks the record back from a bad loss or gradient to where it began
 finding.py        op, phase, module and line of the origin

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .histogram import histogram
 from .schemas import schema_of
 from .values import FINITE, bad_positions, kind_of, numbers, statistics
 
 MAX_ROWS = 4096
+MAX_HISTOGRAMS = 4
+"""Operands whose values are also counted by size: an op over a list has hundreds."""
 LARGEST_COPY = 200_000_000
 """Operands with more values than this together are not repeated in double precision."""
 
@@ -60,8 +63,12 @@ def examine(
 ) -> Facts:
     name = schema_of(func).name
     worst = max(outputs, key=kind_of)
+    bad = bad_positions(worst)
     facts = Facts(
-        inputs=[statistics(argument, tensor) for argument, tensor in operands.items()],
+        inputs=[
+            examined(argument, tensor, bad) if index < MAX_HISTOGRAMS else statistics(argument, tensor)
+            for index, (argument, tensor) in enumerate(operands.items())
+        ],
         outputs=[statistics("output", worst)],
         empty_input=any(t.numel() == 0 for t in operands.values()),
         dtype=worst.dtype,
@@ -71,7 +78,6 @@ def examine(
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         },
     )
-    bad = bad_positions(worst)
     if bad is not None:
         _measure_at(bad, operands, facts)
     for argument, tensor in operands.items():
@@ -82,6 +88,12 @@ def examine(
     _repeat_in_fp64(func, args, kwargs, operands, facts)
     _look_at_special_ops(name, args, kwargs, operands, worst, facts)
     return facts
+
+
+def examined(name: str, tensor: Tensor, bad: Tensor | None = None) -> dict[str, Any]:
+    """An operand's statistics and how its values are spread, those at the positions in `bad` counted apart."""
+    spread = histogram(tensor, bad)
+    return statistics(name, tensor) | ({} if spread is None else {"histogram": spread})
 
 
 def zero_where_bad(operands: Sequence[tuple[str, Tensor]], output: Tensor) -> frozenset[str]:

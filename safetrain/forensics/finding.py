@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -50,6 +51,8 @@ class Finding:
     """Class name, for phase `optimizer`."""
     owner: str | None = None
     """The tensor that was bad before or turned bad: a parameter, buffer or batch field."""
+    held: list[dict[str, Any]] = field(default_factory=list)
+    """Statistics of a tensor that was bad before the step: no operation has made it so, so it is shown as the input."""
     finite_in_fp32: bool | None = None
     """For low precision: does the same step stay finite in single precision? None when it was not tried."""
     error: Exception | None = None
@@ -78,7 +81,7 @@ class Finding:
             file=self.place.file if self.place else None,
             line=self.place.line if self.place else None,
             code=self.place.text if self.place else None,
-            inputs=facts.inputs if facts else [],
+            inputs=facts.inputs if facts else self.held,
             outputs=facts.outputs if facts else [],
         )
 
@@ -293,6 +296,7 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
     user = finding.blame.path[-1] if finding.blame.path else None
     finding.event = None
     finding.owner = leaf.name
+    finding.held = replayer.examine_leaf(leaf, finding.trace.batch)
     if user is not None:
         shown = user if user.phase == "forward" else finding.trace.tracer.forward_of(user)
         if shown is not None:

@@ -7,7 +7,7 @@ from .finding import Finding
 
 # By the name of the op at that line.
 _SAFE = {
-    "log": "safe.log(x)", "log2": "safe.log(x)", "log10": "safe.log(x)", "log1p": "safe.log(1 + x)", "xlogy": "safe.log(y)",
+    "log": "safe.log(x)", "log2": "safe.log(x) / math.log(2)", "log10": "safe.log(x) / math.log(10)", "log1p": "safe.log(1 + x)", "xlogy": "safe.log(y)",
     "div": "safe.div(x, y)", "reciprocal": "safe.div(1, x)", "sqrt": "safe.sqrt(x)", "rsqrt": "1 / safe.sqrt(x)",
     "pow": "safe.pow(x, p)", "exp": "safe.exp(x)", "exp2": "safe.exp(x)", "expm1": "safe.exp(x)",
     "softmax": "safe.softmax(x, mask=mask)", "log_softmax": "safe.log_softmax(x, mask=mask)", "norm": "safe.norm(x)",
@@ -43,9 +43,8 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     advice = _ADVICE[cause.label]
     where = f" at {finding.place.file.rpartition('/')[2]}:{finding.place.line}" if finding.place else ""
     safe = _SAFE.get(finding.name or "")
-    uses_safe = safe is not None and finding.phase in ("forward", "backward") and finding.place is not None
     text = f"{advice}{where}"
-    if uses_safe:
-        text += f": use safetrain.{safe} there"
+    if safe is not None and finding.phase in ("forward", "backward") and finding.place is not None:
+        text += f": use {safe.replace('safe.', 'safetrain.safe.')} there"
     worked = sorted((r for r in remedies if r.finite), key=lambda remedy: remedy.name != "safe_op")
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

@@ -32,7 +32,12 @@ from .update import locate_in_update, survives_bad_gradients
 
 @dataclass
 class Diagnosis:
-    """The answers to the five questions, with the names of an incident's fields."""
+    """The answers to the five questions, with the names of an incident's fields.
+
+    >>> found = diagnose(Step(torch.nn.Linear(4, 1), lambda model, x: model(x).mean(), [torch.rand(2, 4)]))
+    >>> found.healthy, found.signal
+    (True, '')
+    """
 
     healthy: bool = False
     signal: str = ""
@@ -76,6 +81,12 @@ def investigate(
 
     With an optimizer its update is examined too, and gradients that it copes with are not an incident.
     An exception of the step that has nothing to do with its numbers is raised as it is.
+
+    >>> model, batch = torch.nn.Linear(4, 1), torch.rand(8, 4)
+    >>> batch[5] = 0
+    >>> incident = investigate(model, lambda model, x: model(x / x.sum(1, keepdim=True)).mean(), batch)
+    >>> incident.cause.label, incident.origin.name, incident.samples
+    ('division_by_zero', 'div', [5])
     """
     step = Step(model, loss_fn, [batch], optimizer, precision, loss=loss)
     diagnosis = diagnose(step, effort or Effort())
@@ -94,7 +105,15 @@ def investigate(
 
 
 def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
-    """Never raises: what fails inside becomes a diagnosis that says so."""
+    """What is wrong with a step. Never raises: what fails inside becomes a diagnosis that says so.
+
+    >>> step = Step(torch.nn.Linear(4, 1), lambda model, x: model(x).log().mean(), [torch.rand(2, 4), -torch.ones(2, 4)])
+    >>> with torch.no_grad():
+    ...     healthy_weights = step.model.weight.fill_(1.0)
+    >>> found = diagnose(step, Effort(remedies=False))
+    >>> found.cause.label, found.micro_batch
+    ('log_of_nonpositive', 1)
+    """
     started = time.perf_counter()
     try:
         # What the step warns of, it has warned of when it ran for the first time.
@@ -118,7 +137,7 @@ def _stays_finite(step: Step) -> bool:
     try:
         with Replayer(step) as replayer:
             return replayer.plain().finite
-    except Exception:
+    except Exception:  # whatever the step raises, it is not finite
         return False
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import progress
 from ..incident import Remedy
 from .backward_functions import SUFFIX, find_function
 from .casts import cast_floats, fp32_island, model_as
@@ -66,7 +67,8 @@ class Trials:
 
 
 def try_all(trials: Trials) -> list[Remedy]:
-    for remedy in REMEDIES:
+    for index, remedy in enumerate(REMEDIES):
+        progress.note("remedies tried", index, len(REMEDIES))
         if not trials.has_budget:
             break
         try:

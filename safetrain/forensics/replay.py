@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch import map_tensors
+from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
 from .storages import Region
@@ -187,24 +188,32 @@ class Replayer:
 
     def _leaves(self, tracer: Tracer, batch: Any) -> dict[int, Leaf]:
         found: dict[int, Leaf] = {}
-
-        def add(kind: str, name: str, tensor: Tensor) -> None:
+        for kind, name, tensor in self._named_leaves(batch):
             found.setdefault(tracer.storages.region(tensor).storage, Leaf(kind, name, _is_mask(kind, tensor)))
+        return found
 
+    def _named_leaves(self, batch: Any) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            add("parameter", name, parameter)
+            yield "parameter", name, parameter
         for name, buffer in self.model.named_buffers():
-            add("buffer", name, buffer)
+            yield "buffer", name, buffer
         for name, tensor in named_fields(batch):
-            add("batch", name, tensor)
+            yield "batch", name, tensor
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
                 if type(value) is Tensor:
-                    add("attribute", f"{path}.{name}" if path else name, value)
+                    yield "attribute", f"{path}.{name}" if path else name, value
         for module in self.sandbox.loss_modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                add("outside", f"{type(module).__name__}.{name}", tensor)
-        return found
+                yield "outside", f"{type(module).__name__}.{name}", tensor
+
+    def examine_leaf(self, leaf: Leaf, batch: Any) -> list[dict[str, Any]]:
+        """Statistics of that tensor, as of an operand; empty when it is not to be found by its name."""
+        with suppress(Exception):  # statistics are a help, never a reason to fail
+            for kind, name, tensor in self._named_leaves(batch):
+                if (kind, name) == (leaf.kind, leaf.name):
+                    return [examined(name, tensor)]
+        return []
 
     def _bad_buffers(self, tracer: Tracer) -> dict[str, tuple[Region, int]]:
         """Buffers that were finite before the step and are not after it."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from .. import progress
 from .finding import Finding
 from .replay import Replayer, Result, named_fields
 from .samples_of import batch_size, select
@@ -61,6 +62,7 @@ class _Trial:
         if dropped not in self._results:
             keep = [i for i in range(self.size) if i not in dropped]
             self._left -= 1
+            progress.note("looking for the samples to blame, replay", len(self._results) + 1)
             self._results[dropped] = self._replayer.plain(window=[select(self._batch, keep, self.size)])
         return self._results[dropped]
 

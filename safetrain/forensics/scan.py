@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..incident import Incident
+from ..progress import note
 from ..rng import undisturbed_rng
 from .investigation import investigate
 from .replay import Replayer
@@ -23,16 +24,25 @@ def find_bad_batches(
     precision: str = "fp32",
     limit: int | None = None,
     effort: Effort | None = None,
+    total: int | None = None,
 ) -> list[tuple[int, Incident]]:
     """Position and incident of every batch whose loss or gradients are non-finite with the model as it is, at most `limit` of them.
 
     A map-style data set is gone through sample by sample. A healthy batch costs one plain step, and nothing is updated.
+    `total` is the number of batches, to show how far it has come, for data without a length.
+
+    >>> data = torch.rand(6, 8, 4)
+    >>> data[4, 1, 0] = float("nan")
+    >>> [(index, found.samples) for index, found in find_bad_batches(torch.nn.Linear(4, 1), lambda m, x: m(x).mean(), data)]
+    [(4, [1])]
     """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=1)
     found: list[tuple[int, Incident]] = []
+    total = len(data) if total is None and isinstance(data, Sized) else total
     with undisturbed_rng():
         for index, batch in enumerate(data):
+            note(f"{len(found)} bad so far", index, total)
             if _is_healthy(Step(model, loss_fn, [batch], precision=precision)):
                 continue
             incident = investigate(model, loss_fn, batch, precision=precision, effort=effort)

@@ -21,7 +21,11 @@ AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Step:
-    """A step to replay. What is None is taken as it is now."""
+    """A step to replay. What is None is taken as it is now.
+
+    >>> micro_batches = [torch.rand(2, 4), torch.rand(2, 4)]
+    >>> step = Step(torch.nn.Linear(4, 1), lambda model, x: model(x).mean(), micro_batches, precision="bf16")
+    """
 
     model: nn.Module
     """Wrapped or not: DistributedDataParallel is unwrapped, a compiled model is replayed in eager mode."""
@@ -54,7 +58,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much an investigation may spend. One replay costs about a plain step."""
+    """How much an investigation may spend. One replay costs about a plain step.
+
+    >>> quick = Effort(remedies=False, samples=False)  # the operation, its line and its cause
+    """
 
     remedies: bool = True
     is_known: Callable[[Origin], bool] = lambda origin: False

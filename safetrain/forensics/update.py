@@ -84,7 +84,7 @@ def survives_bad_gradients(replayer: Replayer) -> bool:
         before = _bad_tensors(replayer, optimizer)
         try:
             optimizer.step()
-        except Exception:
+        except Exception:  # an update that raises helps nobody
             return False
         return _bad_tensors(replayer, optimizer).keys() <= before.keys()
 

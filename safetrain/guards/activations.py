@@ -38,6 +38,7 @@ class ActivationsConfig:
 class Activations(Guard):
     Config = ActivationsConfig
     config: ActivationsConfig
+    over_ranks = "max"
 
     def __init__(self, config: ActivationsConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)

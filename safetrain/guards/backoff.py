@@ -62,6 +62,9 @@ class Backoff(Guard):
 
     def learn(self, view: StepView, decision: Decision) -> None:
         level = self._level_at(view)
+        if level.scale == level.ceiling:
+            self.level = level
+            return
         growth = (1.0 / self.config.floor) ** (1.0 / self.config.recovery_steps)
         scale = level.scale * growth
         self.level = replace(level, scale=level.ceiling if scale > level.ceiling * (1.0 - 1e-9) else scale)

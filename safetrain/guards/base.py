@@ -36,6 +36,12 @@ class Guard:
 
     A subclass is registered under its class name in snake case (`LossCeiling` becomes `loss_ceiling`), which is also its
     key in YAML. `Config` is a dataclass whose fields are the guard's options.
+
+    >>> class Negative(Guard):
+    ...     def judge(self, view):
+    ...         return Verdict(Action.SKIP, reason=f"loss {view.loss:.3g}") if view.loss < 0 else Verdict()
+    >>> Negative.name, Negative().judge(StepView(step=0, loss=-1.0, grad_norm=1.0)).reason
+    ('negative', 'loss -1')
     """
 
     Config: ClassVar[type] = NoOptions
@@ -92,6 +98,12 @@ class Guard:
             except Rejected as rejected:
                 raise UsageError(f"guard {self.name}: {name}: {rejected}.\nTo fix: correct it.") from None
 
+    measures_backward: ClassVar[bool] = True
+    """Whether `measure` needs the gradients, or what hooks saw of them. With several processes the numbers of a guard that says
+    False are asked for before backward, and travel with the loss; the others cost an exchange of their own."""
+    over_ranks: ClassVar[str] = "mean"
+    """What becomes of its signals over several processes: their `mean`, or the largest (`max`)."""
+
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""
         return None
@@ -117,7 +129,10 @@ class Guard:
 
     def verdict(self, view: StepView) -> Verdict:
         """What `judge` answers, checked to be a verdict."""
-        answer = self.judge(view)
+        return self.checked(self.judge(view))
+
+    def checked(self, answer: Any) -> Verdict:
+        """What `judge` answered, if it is a verdict."""
         if not isinstance(answer, Verdict):
             raise UsageError(
                 f"guard {self.name}: judge() returned {answer!r}, not a Verdict.\nTo fix: return Verdict() to let the step pass."

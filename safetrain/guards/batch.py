@@ -41,6 +41,8 @@ class BatchConfig:
 class Batch(Guard):
     Config = BatchConfig
     config: BatchConfig
+    measures_backward = False
+    over_ranks = "max"
 
     def __init__(self, config: BatchConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)

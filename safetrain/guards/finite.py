@@ -40,12 +40,16 @@ class FiniteConfig:
 class Finite(Guard):
     Config = FiniteConfig
     config: FiniteConfig
+    measures_backward = False
+    over_ranks = "max"
 
     def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
-        peaks = {"buffers": step.buffer_peak()}
-        if step.step % self.config.state_every == 0:
-            peaks["state"] = step.state_peak()
-        return {name: peak for name, peak in peaks.items() if peak is not None}
+        peaks = {}
+        if (buffers := step.buffer_peak()) is not None:
+            peaks["buffers"] = buffers
+        if step.step % self.config.state_every == 0 and (state := step.state_peak()) is not None:
+            peaks["state"] = state
+        return peaks
 
     def judge(self, view: StepView) -> Verdict:
         trouble = self._trouble(view)

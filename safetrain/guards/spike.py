@@ -63,7 +63,7 @@ class Spike(Guard):
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
         is_early = len(self.losses) < self.config.warmup_steps
-        doubtful = len(self.losses) < 5  # the first losses say little about what is usual
+        doubtful = "last_good" if len(self.losses) < 5 else None  # the first losses say little about what is usual
         evidence = {
             "signal": signal,
             "value": value,

@@ -37,7 +37,11 @@ OTHER_ARRAYS = frozenset(
 
 
 def check_source(source: str | bytes, path: str = "<text>", codes: Collection[str] | None = None) -> list[Finding]:
-    """Every finding in a source text, in order of place; `codes` limits the rules."""
+    """Every finding in a source text, in order of place; `codes` limits the rules.
+
+    >>> [(found.line, found.code) for found in check_source("import torch\\nloss = torch.log(torch.softmax(x, -1))")]
+    [(2, 'ST101')]
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the source's own: an invalid escape, `is` with a literal

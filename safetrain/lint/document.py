@@ -9,14 +9,35 @@ HEAD = """\
 
 `safetrain lint PATH…` reads training code, without running or importing it, and points at the patterns that go NaN later.
 
-    safetrain lint train.py models/            look at files, and below directories
-    safetrain lint . --select ST1,ST4          only some rules: codes or prefixes
-    safetrain lint . --ignore ST404            all but some
-    safetrain lint . --json                    for other programs
-    safetrain lint --rules                     the list below
+```bash
+safetrain lint train.py models/           # look at files, and below directories
+safetrain lint . --select ST1,ST4         # only some rules: codes or prefixes
+safetrain lint . --ignore ST404           # all but some
+safetrain lint . --json                   # for other programs
+safetrain lint --rules                    # the list below
+```
 
 A finding is `file:line:col: CODE what`, then why it goes wrong and the safe form. The exit code is 0 if nothing was found, 2 for a
 mistake in the command, and 3 if there were findings or a file could not be parsed (`ST001`).
+
+<!-- file: loss.py -->
+```python
+import torch
+
+
+def nll(logits, target):
+    probs = torch.softmax(logits, dim=-1)
+    return -torch.log(probs).gather(-1, target).mean()
+```
+
+<!-- exit: 3 -->
+```console
+$ safetrain lint loss.py
+loss.py:6:13: ST101 log of softmax
+    why: A probability below 1e-45 (6e-8 in half) rounds to 0; its log is -inf, and the gradient 0 * inf is NaN.
+    safe: F.log_softmax(x, dim) or safetrain.safe.log_softmax; F.logsigmoid(x) for a sigmoid, F.logsigmoid(-x) for 1 - sigmoid.
+…
+```
 
 It follows values through assignments, branches and the attributes that `__init__` sets, knows `import … as` and both the function and
 the method form of an operation, and takes `+ eps`, `clamp`, `max(n, 1)`, `where`, `if n > 0:` and the like for the guards they are.
@@ -25,9 +46,17 @@ about gradients, and files that compute with NumPy, JAX or TensorFlow and do not
 
 To accept a finding, say so on its line; the reason can follow:
 
+<!-- lint: clean -->
+```python
+import torch
+
+def unit(x):
     scale = x / x.norm()      # noqa: ST201
     scale = x / x.norm()      # safetrain: ignore[ST201] never zero: rows are one-hot
-    # safetrain: ignore-file  anywhere in a file leaves all of it out
+    return scale
+```
+
+The comment `# safetrain: ignore-file` anywhere in a file leaves all of it out.
 
 From Python: `safetrain.lint.check_source(text)` and `safetrain.lint.lint_paths(paths)` return the findings.
 
@@ -66,7 +95,8 @@ def _section(code: str) -> str:
     rule = RULES[code]
     return (
         f"## {code}\n\n**{rule.title[0].upper()}{rule.title[1:]}.** {rule.why}\n\n"
-        f"```python\n{rule.bad}```\n\nSafe: {rule.safe}\n\n```python\n{rule.good}```\n"
+        f"<!-- lint: {code} -->\n```python\n{rule.bad}```\n\nSafe: {rule.safe}\n\n"
+        f"<!-- lint: clean -->\n```python\n{rule.good}```\n"
     )
 
 

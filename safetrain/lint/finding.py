@@ -8,6 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Finding:
+    """One pattern, at one place.
+
+    >>> print(check_source("import torch\\nloss = torch.log(torch.softmax(x, -1))", "train.py")[0].render())
+    train.py:2:8: ST101 log of softmax
+        why: ...
+        safe: ...
+    """
+
     path: str
     line: int
     column: int

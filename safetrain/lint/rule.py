@@ -16,7 +16,11 @@ RoutineCheck = Callable[[Routine], Iterator[tuple[Event, str]]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern that goes NaN later. The texts are shown with a finding, and make up its section in the documentation."""
+    """One pattern that goes NaN later. The texts are shown with a finding, and make up its section in the documentation.
+
+    >>> RULES["ST101"].title
+    'log of softmax or sigmoid'
+    """
 
     code: str
     title: str

@@ -14,12 +14,16 @@ from ..batch import copied
 from ..bundle import write_replay
 from ..errors import CheckpointError
 from ..files import to_json, write_text
-from ..forensics import Effort, Step, diagnose
+from ..forensics import Diagnosis, Effort, Step, diagnose
 from ..guards.islands import Islands
 from ..incident import Origin
 from ..quarantine import Quarantine
+from ..ranks import lockstep
+from ..ranks.evidence import attribute
 from ..rng import undisturbed_rng
-from ..verdict import Action, Decision, merge
+from ..snapshots import Copy
+from ..state import TrainState
+from ..verdict import Action
 from .case import Case, LastGood, Settlement
 
 if TYPE_CHECKING:
@@ -41,13 +45,18 @@ class Workbench:
 
     def investigate(self, case: Case) -> None:
         """Find out what went wrong in the step; the answers are put into its incident."""
-        incident = case.incident
+        incident, diagnosis = case.incident, None
         if not case.has_non_finite_number:
             incident.cause.explanation = "every number of the step is finite, so there is no first bad operation"
         elif case.is_late:
             incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"
         elif self._trainer.config.forensics.enabled:
-            self._diagnose(case)
+            alone = self._trainer.engine.replays_alone
+            diagnosis = self._diagnose(case) if alone else lockstep.locate(self._trainer, case)
+        if self._trainer.joint is not None:
+            diagnosis = attribute(case, self._trainer.joint, diagnosis)
+        if diagnosis is not None:
+            self._note(case, diagnosis)
 
     def keep_replay(self, case: Case) -> None:
         """Write down what a replay needs, before anything moves."""
@@ -70,8 +79,10 @@ class Workbench:
         evidence = {name: verdict.evidence.get("activations") for name, verdict in case.decision.verdicts.items()}
         return {name: {"before": before, "refused": evidence.get(name)} for name, before in records.items()}
 
-    def _diagnose(self, case: Case) -> None:
-        trainer, incident = self._trainer, case.incident
+    def _diagnose(self, case: Case) -> Diagnosis:
+        trainer = self._trainer
+        # The mean over several micro-batches is rounded in another way, so only a single loss can be compared bitwise.
+        loss = case.view.loss if len(case.window) == 1 else None
         step = Step(
             trainer._called_model,
             trainer.training_step,
@@ -80,8 +91,7 @@ class Workbench:
             trainer.engine.precision,
             case.view.loss_scale,
             case.random_state,
-            # The mean over several micro-batches is rounded in another way, so only a single loss can be compared bitwise.
-            loss=case.view.loss if len(case.window) == 1 else None,
+            loss=loss if trainer.joint is None else trainer.joint.own_loss,
         )
         effort = Effort(
             remedies=trainer.config.forensics.remedies,
@@ -91,6 +101,10 @@ class Workbench:
         with trainer.patches.uncounted():  # the step ran with them
             diagnosis = diagnose(step, effort)
         trainer.transaction.expect_weights()  # the update was tried on them
+        return diagnosis
+
+    def _note(self, case: Case, diagnosis: Diagnosis) -> None:
+        incident = case.incident
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
         if diagnosis.anomaly:
@@ -106,28 +120,51 @@ class Workbench:
         return self._has_harmless_buffer(case) or self._is_hard_batch(case)
 
     def _is_hard_batch(self, case: Case) -> bool:
-        """A loss that was only doubtful counts as if never doubted: when the last good batch is as good as it was, or when
-        training may not be started again, which is all that could be done about it."""
-        trainer = self._trainer
-        undoubted = _without_doubts(case.decision)
+        """A loss that was only doubtful counts as if never doubted: when the doubt is not confirmed, or when training may not
+        be started again, which is all that could be done about it."""
+        trainer, undoubted = self._trainer, case.decision.undoubted
         if case.is_late or undoubted.action is not Action.COMMIT:
             return False
-        may_restart = trainer.ladder.may_climb("restart")
-        if may_restart and (not self.has_good_batch() or self.state_problem() is not None):
+        if trainer.ladder.may_climb("restart") and self._confirms_a_doubt(case):
             return False
         trainer.transaction.rewind()
         measurement, limits = trainer._attempt(case.window)
         return trainer._commit(measurement, trainer._view(measurement, limits), undoubted, case.window)
 
+    def _confirms_a_doubt(self, case: Case) -> bool:
+        doubts = {verdict.evidence.get("doubtful") for verdict in case.decision.verdicts.values()}
+        if "last_good" in doubts and (not self.has_good_batch() or self.state_problem() is not None):
+            return True
+        return "start" in doubts and self._is_worse_than_at_the_start(case)
+
+    def _is_worse_than_at_the_start(self, case: Case) -> bool:
+        """Whether the weights that training began with are better at this very step, random numbers included."""
+        trainer = self._trainer
+        first = trainer._keeper.snapshots.first
+        if first is None:
+            return False
+        now = Copy().take(TrainState.gather(trainer, progress=False))
+        try:
+            first.state.restore_training(trainer)
+            case.random_state.restore()
+            loss = self._mean_loss(case.window)
+        finally:
+            now.restore_training(trainer)
+            trainer.transaction.expect_weights()
+        margin = max(verdict.evidence.get("margin", 0.0) for verdict in case.decision.verdicts.values())
+        return case.view.loss > loss + float(margin) * abs(loss)
+
     def _has_harmless_buffer(self, case: Case) -> bool:
         """A buffer that nothing depends on (a metric, say) is not finite, and nothing else: watch it no longer."""
         trainer = self._trainer
         is_healthy = case.diagnosis is not None and case.diagnosis.healthy
-        if not is_healthy or case.incident.trigger.signal != "buffers":
-            return False
+        if not is_healthy or case.incident.trigger.signal != "buffers" or case.has_bad_state:
+            return False  # what was bad before the step was not made by it: something has spoiled the state
         trainer.transaction.rewind()
         trainer._attempt(case.window)
-        names = trainer.transaction.exempt_bad_buffers()
+        found = trainer.engine.gather(trainer.transaction.exempt_bad_buffers())
+        names = list(dict.fromkeys(name for each in found for name in each))
+        trainer.transaction.born_bad.update(names)
         trainer._undo(case.view)
         if not names or not self.try_again(case, case.window):
             return False
@@ -146,7 +183,7 @@ class Workbench:
             except Exception:  # what made the step raise the first time does so again: no help, and told already
                 break
             view = replace(trainer._view(measurement, limits), refused_loss=case.view.loss)
-            decision = _without_doubts(trainer._judge(view))
+            decision = trainer._judge(view).undoubted
             if decision.action is not Action.COMMIT:
                 break
             if not view.scaler_overflow:
@@ -166,11 +203,16 @@ class Workbench:
         trainer.transaction.rewind()
         finite = []
         for batch in case.window:
-            with trainer.engine.gradient_sync(trainer._called_model, sync=False), trainer.patches:
-                loss, _ = trainer._forward(batch)
-                trainer.engine.backward(loss / len(case.window))
-            norm = gradients.global_norm(gradients.collect(trainer._parameters))
-            finite.append(torch.isfinite(loss.detach() + norm))
+            try:
+                with trainer.alone(), trainer.patches:
+                    loss, _ = trainer._forward(batch)
+                    trainer.engine.backward(loss / len(case.window))
+                norm = gradients.global_norm(gradients.collect(trainer._parameters))
+                finite.append(torch.isfinite(loss.detach() + norm))
+            except Exception:
+                if trainer.joint is None:
+                    raise
+                finite.append(torch.zeros((), dtype=torch.bool, device=trainer.engine.device))
             trainer._clear_gradients()
             trainer.transaction.restore()
         shares = trainer.engine.share(torch.stack(finite).float()).tolist()
@@ -184,16 +226,28 @@ class Workbench:
         trainer = self._trainer
         if trainer.last_good is None or not trainer.last_good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
-        with torch.no_grad(), undisturbed_rng(), trainer.patches:
-            losses = [trainer._forward(copied(batch))[0] for batch in trainer.last_good.window]
+        with undisturbed_rng():
+            loss = self._mean_loss(trainer.last_good.window)
             peak = trainer.transaction.buffer_peak()
         trainer.transaction.restore()
-        if peak is not None and not math.isfinite(float(peak)):
+        if trainer.engine.any_rank(peak is not None and not math.isfinite(float(peak))):
             return "the last good batch makes a buffer non-finite too: the state is at fault, not the data"
-        loss = float(trainer.engine.share(torch.stack([loss.float() for loss in losses]).mean()))
         if trainer.last_good.is_as_good(loss):
             return None
         return f"the last good batch has become bad too (loss {loss:.4g}): the state is at fault, not the data"
+
+    def _mean_loss(self, window: Sequence[Any]) -> float:
+        """Over all ranks, without gradients. NaN if one of several ranks raises."""
+        trainer = self._trainer
+        try:
+            with torch.no_grad(), trainer.alone(), trainer.patches:
+                losses = [trainer._forward(copied(batch))[0] for batch in window]
+            loss = torch.stack([loss.float() for loss in losses]).mean()
+        except Exception:
+            if trainer.joint is None:
+                raise
+            loss = torch.full((), math.nan, device=trainer.engine.device)
+        return float(trainer.engine.share(loss))
 
     def roll_back(self, case: Case, to: str) -> str | None:
         """Go back, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
@@ -228,7 +282,8 @@ class Workbench:
         stream = self._trainer.stream
         if case.is_late or not case.is_step or (ids := stream.ids(case.window)) is None:
             return settlement
-        guilty = [ids[index][sample] for index, samples in case.guilty_samples.items() for sample in samples]
+        own = [ids[index][sample] for index, samples in case.guilty_samples.items() for sample in samples]
+        guilty = [sample for each in self._trainer.engine.gather(own) for sample in each]
         said = self.quarantine.note(guilty, case.view.step, stream.epoch, case.decision.reasons[0])
         stream.leave_out(self.quarantine.ids)
         return replace(settlement, reasons=[*settlement.reasons, *(f"quarantine: {reason}" for reason in said)])
@@ -257,14 +312,6 @@ class Workbench:
             self.quarantine.load_state_dict(state["quarantine"])
         if state["losses"] is not None:
             self._trainer.last_good = LastGood.resumed(*state["losses"])
-
-
-def _without_doubts(decision: Decision) -> Decision:
-    """What the guards say if a loss that is only doubtful passes."""
-    doubtful = {
-        name for name, v in decision.verdicts.items() if v.action > Action.COMMIT and v.evidence.get("doubtful")
-    }
-    return merge((name, verdict) for name, verdict in decision.verdicts.items() if name not in doubtful)
 
 
 def _place(origin: Origin) -> tuple[Any, ...]:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from ..batch import num_samples
 from ..forensics import Diagnosis
+from ..forensics.samples_of import select
 from ..forensics.substitutes import Patch
 from ..history import Recent
 from ..incident import Incident
+from ..ranks.agreement import Share
 from ..rng import RandomState
 from ..verdict import Action, Decision
 from ..view import StepView
@@ -50,6 +52,8 @@ class Case:
     """No committed step had a lower loss than the first one."""
     diagnosis: Diagnosis | None = None
     """What the investigation found; None if there was none."""
+    share: Share | None = None
+    """With several processes: what it means for the window of this one."""
 
     @property
     def guilty_micro_batch(self) -> int:
@@ -59,6 +63,8 @@ class Case:
     def guilty_samples(self) -> dict[int, list[int]]:
         """What shows bad data, or was found to be guilty, by micro-batch. None where most of a batch would be: then it is the
         computation that is wrong."""
+        if self.share is not None:
+            return self.share.guilty
         found: dict[int, set[int]] = {self.guilty_micro_batch: set(self.incident.samples)}
         if 2 * len(self.incident.samples) > num_samples(self.window[self.guilty_micro_batch]):
             found.clear()
@@ -66,6 +72,23 @@ class Case:
             for index, rows in verdict.evidence.get("rows", {}).items():
                 found.setdefault(index, set()).update(rows)
         return {index: sorted(samples) for index, samples in found.items()}
+
+    @property
+    def may_drop_samples(self) -> bool:
+        """Samples are known to be guilty, and they are not most of a batch: then it is the computation that is wrong."""
+        if self.share is not None:
+            return self.share.all_can_drop
+        samples = self.incident.samples
+        return bool(samples) and 2 * len(samples) <= num_samples(self.window[self.guilty_micro_batch])
+
+    def without_guilty_samples(self) -> list[Any]:
+        """The window, on this rank, without the samples that a replay has shown to be guilty."""
+        guilty = {self.guilty_micro_batch: self.incident.samples} if self.share is None else self.share.droppable
+        window = list(self.window)
+        for index, samples in guilty.items():
+            size = num_samples(window[index])
+            window[index] = select(window[index], [i for i in range(size) if i not in samples], size)
+        return window
 
     @property
     def island(self) -> str | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from ..batch import num_samples
 from ..config.schema import RecoveryConfig
-from ..forensics.samples_of import select
 from ..verdict import Action
 from .case import Bench, Case, Settlement
 
@@ -70,20 +68,14 @@ class Samples(Rung):
         return config.max_healed
 
     def fits(self, case: Case) -> bool:
-        if not case.is_non_finite or case.is_late or not case.incident.samples:
-            return False
-        # Where most of a batch is guilty, it is the computation that is wrong, and little would be left to learn from.
-        return 2 * len(case.incident.samples) <= num_samples(case.window[case.guilty_micro_batch])
+        return case.is_non_finite and not case.is_late and case.may_drop_samples
 
     def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        window = list(case.window)
-        guilty = case.guilty_micro_batch
-        size = num_samples(window[guilty])
-        window[guilty] = select(window[guilty], [i for i in range(size) if i not in case.incident.samples], size)
-        if not bench.try_again(case, window):
+        if not bench.try_again(case, case.without_guilty_samples()):
             return "the rest of the batch fails too"
         named = ", ".join(map(str, case.incident.samples[:8])) + (" …" if len(case.incident.samples) > 8 else "")
-        return Settlement(Action.COMMIT, [f"sample {named} of the batch left out, the rest committed"])
+        whose = "the batch" if case.share is None else f"the batch of rank {case.incident.rank}"
+        return Settlement(Action.COMMIT, [f"sample {named} of {whose} left out, the rest committed"])
 
 
 class MicroBatch(Rung):

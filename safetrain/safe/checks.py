@@ -35,7 +35,11 @@ def check_tensor(t: Tensor, name: str = "tensor") -> Tensor:
 
 @dataclass(frozen=True)
 class GradientProblem:
-    """What is wrong with the gradient of one parameter."""
+    """What is wrong with the gradient of one parameter.
+
+    >>> str(safe.check_gradients(torch.nn.Linear(2, 1), raise_on_bad=False)[0])
+    'weight: no gradient'
+    """
 
     parameter: str
     kind: Literal["non-finite", "missing"]

@@ -1,19 +1,25 @@
-"""Lines for a person watching: progress, incidents, and a summary."""
+"""For a person watching: progress, incidents, and a summary. Live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import math
 import sys
-import textwrap
-import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.markup import escape
+from rich.text import Text
 
 from ..incident import Incident
+from ..incident_report import LABEL, as_typed, paragraph, printable, row
 from ..result import FitResult
+from . import summary
 from .sink import Sink, StepRecord
+from .vitals import STATUS, Vitals
+
+STYLES = {"commit": "yellow", "skip": "yellow"}
+"""Of incidents that training survives without going back; the others are red."""
 
 
 class _Output(RichConsole):
@@ -21,61 +27,62 @@ class _Output(RichConsole):
         raise BrokenPipeError  # rich would end the process
 
 
+def open_output(is_terminal: bool) -> RichConsole:
+    """Standard output. Where nobody watches no control code is written, whatever the environment says."""
+    return _Output(
+        file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=is_terminal, no_color=not is_terminal or None
+    )
+
+
+def is_watched() -> bool:
+    """Standard output is a terminal that can draw."""
+    return sys.stdout.isatty() and not RichConsole().is_dumb_terminal
+
+
 class Console(Sink):
-    """Colours on a terminal, plain lines without control codes elsewhere."""
+    """One line per `loop.log_every` steps, and everything else as it comes."""
 
-    def __init__(self, log_every: int, plain_text: bool = False) -> None:
-        self._out = _Output(file=sys.stdout, highlight=False, soft_wrap=True, no_color=plain_text or None)
+    def __init__(self, log_every: int, is_terminal: bool = False) -> None:
+        self._out = open_output(is_terminal)
         self._log_every = log_every
-        self._since = time.perf_counter()
-        self._steps_since = 0
-        self._run_dir: Any = None
+        self._run_dir: Path | None = None
+        self._explained: set[tuple[Any, ...]] = set()
+        """Places in the source whose incidents were shown at length."""
 
-    def _say(self, text: str, style: str | None = None) -> None:
+    def _say(self, text: str | Text, style: str | None = None) -> None:
         encoding = self._out.encoding
-        text = text.encode(encoding, "backslashreplace").decode(encoding)  # a terminal that only knows ASCII, say
-        self._out.print(escape(text), style=style)
+        if isinstance(text, str):
+            text = Text(text, style or "")
+        if not encoding.lower().startswith("utf"):  # a terminal that only knows ASCII, say
+            text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
+        # On a terminal what has no label is broken at words; elsewhere, and where something is to be copied, nothing is broken.
+        is_broken = self._out.is_terminal and text.plain[:1].strip() != ""
+        self._out.print(text, soft_wrap=not is_broken)
 
-    def started(self, about: Mapping[str, object]) -> None:
-        self._say(
-            f"{about['name']}: {about['parameters']:,} parameters on {about['device']}, {about['precision']}; "
-            f"guards: {', '.join(about['guards']) or 'none'}",  # type: ignore[arg-type]
-            "bold",
-        )
+    def started(self, about: Mapping[str, Any]) -> None:
+        guards = ", ".join(about["guards"]) or "none"
+        head = f"{about['name']}: {about['parameters']:,} parameters on {about['device']}, {about['precision']}"
+        self._say(f"{head}; guards: {guards}", "bold")
         if about.get("resumed") is not None:
             self._say(f"resumed: {about['resumed']}", "bold")
-        self._run_dir = about["run_dir"]
+        self._run_dir = Path(as_typed(str(about["run_dir"])))
         self._say(f"run directory: {self._run_dir}")
-        self._since = time.perf_counter()
 
     def noted(self, text: str) -> None:
-        self._say(f"note: {text}", "yellow")
+        self._say(f"note: {printable(text)}", "yellow")
 
-    def stepped(self, record: StepRecord) -> None:
-        self._steps_since += 1
-        if record.view.step % self._log_every:
-            return
-        now = time.perf_counter()
-        rate = self._steps_since / max(now - self._since, 1e-9)
-        self._since, self._steps_since = now, 0
-        view, scale = record.view, record.decision.lr_scale
-        parts = [
-            f"step {view.step:>6}",
-            f"loss {view.loss:<9.5g}",
-            f"grad {view.grad_norm:<8.3g}",
-            f"lr {view.lr * scale:<8.2e}",
-            f"{rate:>7.1f} steps/s",
-        ]
-        if scale != 1.0:
-            parts.append(f"(backed off: lr x {scale:.3g})")
-        if record.outcome != "commit":
-            parts.append(f"[{record.outcome}]")
-        self._say("  ".join(parts))
+    def logged(self, record: StepRecord, vitals: Vitals) -> None:
+        if record.view.step % self._log_every == 0:
+            self._say("  ".join(step_cells(record, vitals)).rstrip())
 
     def incident(self, incident: Incident) -> None:
-        self._say(
-            incident.render(self._run_dir), "yellow" if incident.decision.action in ("skip", "commit") else "bold red"
-        )
+        style = STYLES.get(incident.decision.action, "red")
+        origin = incident.origin
+        place = origin.file, origin.line, origin.op, incident.cause.label
+        for line in incident.render(self._run_dir, place in self._explained).splitlines():
+            self._say(coloured(line, style))
+        if origin.op is not None:
+            self._explained.add(place)
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         self._say(f"rolled back to the state of step {to_step} ({source}); {num_committed} steps committed", "bold red")
@@ -85,29 +92,72 @@ class Console(Sink):
         self._say(f"eval at step {int(metrics['step'])}:  {shown}{'  (best)' if is_best else ''}", "cyan")
 
     def finished(self, result: FitResult) -> None:
-        style = {"done": "green", "paused": "yellow"}.get(result.status, "bold red")
-        numbers = f"{result.steps} steps committed, {result.skipped} skipped"
-        if result.overflows:
-            numbers += f" ({result.overflows} of them fp16 scaler overflows)"
-        self._say(f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {result.seconds:.1f} s", style)
-        if kept := result.snapshots:
-            self._say(
-                f"snapshots for rollback: {kept['num_taken']} taken in {kept['seconds']:.2f} s, {kept['bytes'] / 2**20:.1f} MB of memory"
-            )
-        if result.incidents:
-            steps = ", ".join(str(i.step) for i in result.incidents[:8]) + (", …" if len(result.incidents) > 8 else "")
-            self._say(f"incidents: {len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents")
-        if result.islands:
-            self._say("kept in float32 by recovery; to make it permanent, add to the config:")
-            self._say(textwrap.indent(result.islands["yaml"].rstrip(), "  "))
-        for patch in result.patches:
-            names = ", ".join(patch["operations"] or ["what is unsafe"])
-            self._say(f"{names} at {patch['file']}:{patch['line']} ran as its safe variant, {patch['num_uses']} times")
-            self._say(f"  {patch['code']}\n  to make it permanent: {patch['fix']}")
-        if result.quarantined:
-            self._say(f"quarantined samples: {len(result.quarantined)}, listed in {result.run_dir}/quarantine.jsonl")
-        self._say("what to run next:")
-        if result.incidents:
-            self._say(f"  safetrain diagnose {result.run_dir}    the incidents at length, newest first")
-        self._say(f"  tensorboard --logdir {result.run_dir}    loss, gradient norm and incidents as curves")
-        self._say(f"  safetrain explain {result.run_dir}/config.yaml    the loop that ran, with its guards")
+        style = {"done": "bold green", "paused": "bold yellow"}.get(result.status, "bold red")
+        self._say(summary.headline(result), style)
+        for label, text in summary.summary_rows(result):
+            for line in [row(label, text)] if text.startswith("  ") else paragraph(label, text):
+                self._say(coloured(line, style))
+        commands = summary.next_commands(result)
+        longest = max((len(command) for command, _ in commands), default=0)
+        lines = [f"{command:{longest}}   {purpose}" for command, purpose in commands]
+        if self._out.is_terminal and max(map(len, lines), default=0) + LABEL + 2 > self._out.width:
+            lines = [command for command, _ in commands]
+        for index, line in enumerate(lines):
+            self._say(coloured(row("next" if index == 0 else "", line), style))
+
+
+def step_cells(record: StepRecord, vitals: Vitals) -> list[str]:
+    """The parts of a line about a step."""
+    view, total = record.view, vitals.total_steps
+    of = f"/{total}" if total is not None else ""
+    cells = [
+        f"epoch {record.epoch}",
+        f"step {view.step:>{max(6, len(str(total or 0)))}}{of}",
+        f"loss {record.loss:<9.5g}",
+        f"grad {view.grad_norm:<8.3g}",
+        f"lr {lr_text(record):<8}",
+        rate_text(vitals.steps_per_second),
+        left_text(vitals),
+        health_text(vitals),
+    ]
+    return [cell for cell in cells if cell]
+
+
+def lr_text(record: StepRecord) -> str:
+    """The learning rate that is applied, and how much lower than scheduled it is."""
+    scale = record.decision.lr_scale
+    return f"{record.view.lr * scale:.2e}" + (f" (backed off x{scale:.2g})" if scale != 1.0 else "")
+
+
+def rate_text(rate: float) -> str:
+    if math.isnan(rate):
+        return ""
+    return f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step" if rate > 0 else ""
+
+
+def left_text(vitals: Vitals) -> str:
+    left = vitals.seconds_left
+    return "" if math.isnan(left) else f"{summary.clock(left)} left"
+
+
+def health_text(vitals: Vitals) -> str:
+    """`healthy`, or what has happened."""
+    counts = (
+        (vitals.num_repaired, "repaired"),
+        (vitals.num_skipped - vitals.num_overflows, "skipped"),
+        (vitals.num_rollbacks, "rolled back"),
+    )
+    happened = ", ".join(f"{count} {what}" for count, what in counts if count)
+    return f"{STATUS[vitals.status]} ({happened})" if happened else STATUS[vitals.status]
+
+
+def coloured(line: str, style: str) -> Text:
+    """A line of a block: its label or, if it has none to its left, its title; the blamed line of the source stands out."""
+    if line.lstrip().startswith("> "):
+        return Text(line, "bold")
+    if line[:1].strip():
+        return Text(line, f"bold {style}")
+    text = Text(line)
+    if line[2:3].strip() and line[LABEL : LABEL + 2] == "  ":
+        text.stylize("cyan", 0, LABEL + 2)
+    return text

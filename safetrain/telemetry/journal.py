@@ -1,10 +1,11 @@
-"""`journal.jsonl`: one line per decision, flushed line by line, valid JSON whatever the numbers are."""
+"""`journal.jsonl`: one line per decision, valid JSON whatever the numbers are."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,37 +87,15 @@ class Journal(Sink):
         self._stream.write(to_json({"event": event, **fields}) + "\n")
         self._stream.flush()
 
-    def started(self, about: Mapping[str, object]) -> None:
+    def started(self, about: Mapping[str, Any]) -> None:
         self._write("start" if about.get("resumed") is None else "resume", **about)
 
     def noted(self, text: str) -> None:
         self._write("note", text=text)
 
-    def stepped(self, record: StepRecord) -> None:
-        view = record.view
-        fields: dict[str, Any] = {
-            "step": view.step,
-            "action": record.outcome,
-            "loss": view.loss,
-            "grad_norm": view.grad_norm,
-            "lr": view.lr * record.decision.lr_scale,
-            "lr_scale": record.decision.lr_scale,
-            "epoch": record.epoch,
-            "committed": record.num_committed,
-        }
-        if view.refused_loss is not None:
-            fields["refused_loss"] = view.refused_loss
-        if view.metrics:
-            fields["metrics"] = view.metrics
-        if len(view.micro_losses) > 1:
-            fields["micro_losses"] = view.micro_losses
-        if view.loss_scale != 1.0:
-            fields["loss_scale"] = view.loss_scale
-        if view.norm_overflow:
-            fields["norm_overflow"] = True
-        if reasons := record.decision.reasons:
-            fields["reasons"] = reasons
-        self._write("step", **fields)
+    def stepped(self, records: Sequence[StepRecord]) -> None:
+        self._stream.write("".join(_line(record) for record in records))
+        self._stream.flush()
 
     def incident(self, incident: Incident) -> None:
         self._write("incident", **incident.to_dict())
@@ -126,6 +105,10 @@ class Journal(Sink):
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._write("eval", **metrics, best=is_best)
+
+    def saving(self, step: int, num_committed: int) -> None:
+        # Before the state is gathered, which notes how far the journal goes: a resume from this checkpoint keeps the line.
+        self._write("checkpoint", step=step, committed=num_committed)
 
     def sync(self) -> None:
         if isinstance(self._stream, JournalFile):
@@ -137,3 +120,42 @@ class Journal(Sink):
         self._write("end", **summary)
         if self._close:
             self._stream.close()
+
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def _line(record: StepRecord) -> str:
+    fields = _fields(record)
+    try:
+        return _encode(fields) + "\n"
+    except ValueError:  # a number that is not finite; looking for one beforehand would triple the cost of a line
+        return to_json(fields) + "\n"
+
+
+def _fields(record: StepRecord) -> dict[str, Any]:
+    view = record.view
+    fields: dict[str, Any] = {
+        "event": "step",
+        "step": view.step,
+        "action": record.outcome,
+        "loss": view.loss,
+        "grad_norm": view.grad_norm,
+        "lr": view.lr * record.decision.lr_scale,
+        "lr_scale": record.decision.lr_scale,
+        "epoch": record.epoch,
+        "committed": record.num_committed,
+    }
+    if view.refused_loss is not None:
+        fields["refused_loss"] = view.refused_loss
+    if view.metrics:
+        fields["metrics"] = view.metrics
+    if len(view.micro_losses) > 1:
+        fields["micro_losses"] = view.micro_losses
+    if view.loss_scale != 1.0:
+        fields["loss_scale"] = view.loss_scale
+    if view.norm_overflow:
+        fields["norm_overflow"] = True
+    if reasons := record.decision.reasons:
+        fields["reasons"] = reasons
+    return fields

@@ -48,7 +48,7 @@ def survivors(trainer):
     """The newest checkpoint of a run, without what a clock wrote; and its journal's steps and evaluations."""
     loaded = CheckpointStore(trainer.run.dir / "checkpoints").load_newest()
     rest = loaded.state.rest
-    for name in ("seconds", "journal_position"):
+    for name in ("seconds", "timing", "journal_position"):
         del rest["progress"]["run"][name]
     for incident in rest["progress"]["run"]["result"]["incidents"]:
         del incident["time"]

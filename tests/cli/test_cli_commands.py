@@ -87,7 +87,7 @@ def cpu_seconds(*arguments: str) -> float:
 
 def test_help_costs_little_more_than_click_and_validation_little_more_than_omegaconf() -> None:
     assert cpu_seconds("-m", "safetrain", "--help") < 2.5 * cpu_seconds("-c", "import click")
-    assert cpu_seconds("-m", "safetrain", "config", "validate", "quickstart") < 4 * cpu_seconds(
+    assert cpu_seconds("-m", "safetrain", "config", "validate", "quickstart") < 5 * cpu_seconds(
         "-c", "import omegaconf"
     )
 

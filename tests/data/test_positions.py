@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from safetrain.config.schema import DataConfig
 from safetrain.data import open_stream
-from safetrain.sources import EpochSampler
+from safetrain.epoch_batches import EpochBatches
 
 
 def stream_over(data, workers=0, rank=0, world_size=1, drop_last=False):
@@ -110,14 +110,14 @@ def test_a_skip_moves_the_cursor():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_sampler_starts_anywhere(shuffle, rank):
-    sampler = EpochSampler(21, seed=4, shuffle=shuffle, rank=rank, world_size=2)
-    sampler.set_epoch(3)
-    whole = list(sampler)
-    assert len(whole) == len(sampler) == 10
-    for start in range(12):
-        sampler.start = start
-        assert list(sampler) == whole[start:]
+def test_an_epoch_is_entered_anywhere(shuffle, rank):
+    batches = EpochBatches(21, 2, seed=4, shuffle=shuffle, rank=rank, world_size=2)
+    batches.epoch = 3
+    whole = list(batches)
+    assert len(whole) == len(batches) == 5
+    for start in range(7):
+        batches.start = start
+        assert list(batches) == whole[start:]
 
 
 def test_positions_with_several_processes():

@@ -1,21 +1,41 @@
-"""The functions that a fix names exist, when `safetrain.safe` is there to look at."""
+"""A fix names functions that exist, in an expression that can be typed as it stands."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from safetrain.forensics import find_bad_batches, fixes
+import safetrain
+from safetrain import safe
+from safetrain.forensics import find_bad_batches, fixes, investigate
 
 
 def test_every_function_named_in_a_fix_exists() -> None:
-    safe = pytest.importorskip("safetrain.safe")
     named = {name for text in fixes._SAFE.values() for name in re.findall(r"safe\.(\w+)\(", text)}
     assert len(named) > 10
     assert named <= set(dir(safe))
 
 
+@pytest.mark.parametrize("operation", ["log", "log2", "log10", "log1p", "rsqrt", "sqrt", "reciprocal"])
+def test_the_expression_of_a_fix_is_what_the_operation_was(operation: str) -> None:
+    shift = 1 if operation == "log1p" else 0
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return getattr(torch, operation)(model(batch).square() - shift).mean()
+
+    model = nn.Linear(2, 1, bias=False)
+    incident = investigate(model, loss_fn, torch.zeros(3, 2))
+    assert incident is not None
+    said = re.search(r": use (.*) there", incident.fix)
+    assert said is not None
+    x = torch.tensor([0.5, 2.0])
+    written = eval(said[1], {"safetrain": safetrain, "math": math, "x": x})
+    torch.testing.assert_close(written, getattr(torch, operation)(x))
+
+
 def test_scanning_is_offered_among_the_safe_building_blocks() -> None:
-    safe = pytest.importorskip("safetrain.safe")
     assert safe.find_bad_batches is find_bad_batches

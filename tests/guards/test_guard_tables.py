@@ -267,6 +267,26 @@ def test_stall(losses, norms, action, word):
 
 
 @pytest.mark.parametrize(
+    ("losses", "size", "restart"),
+    [
+        ([2.0] + [2.6] * 7, 1.6, True),
+        ([2.0] + [2.6] * 7, 1.4, False),  # an easy first batch: the weights have hardly moved
+        ([2.0] + [2.4] * 7, 1.6, False),
+        ([2.0] + [2.6] * 6, 1.6, False),
+        ([2.0] + [2.6] * 8, 1.6, False),  # asked once
+        ([-2.0] + [-1.4] * 7, 1.6, True),
+    ],
+)
+def test_first_steps_that_go_astray_are_looked_at(losses, size, restart):
+    guard = Stall()
+    for step, loss in enumerate(losses):
+        guard.learn(view(step=step, loss=loss, signals={"stall.weight_size": 1.0} if step == 0 else {}), COMMITTED)
+    verdict = guard.judge(view(step=len(losses), signals={"stall.weight_size": size}))
+    assert (verdict.evidence.get("doubtful") == "start") == restart
+    assert (verdict.action is Action.ROLLBACK) == restart
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Clip(mode="global_norm"), "guard clip: mode: 'global_norm' is not accepted"),

@@ -52,7 +52,7 @@ TWINS = [
     Twin("char_gpt_broken", 40, "loss", "forward", "weights = F.softmax(scores, dim=-1)", "neg_inf_mask", "loss", 0.05),
     Twin("quickstart", 46, "loss", "forward", "nll.sum(1) / real.sum(1)", "division_by_zero", "loss", 0.05),
     Twin("vae_broken", 0, "loss", "forward", "deviation = torch.exp(0.5 * log_var)", "exp_overflow", "loss", 0.8),
-    Twin("lstm_broken", (2, 25), "loss", "forward", "F.mse_loss(forecast, future)", "divergence", "skill", 0.1, guard="spike", off=("guards.spike=null",)),
+    Twin("lstm_broken", (2, 25), "loss", "forward", "F.mse_loss(forecast, future)", "divergence", "skill", 0.1, guard="spike", off=("guards.spike=null", "guards.stall=null")),
     Twin("contrastive_broken", 22, "loss", "forward", "std = raw.std(0)", "empty_reduction", "recall_at_1", 0.02),
     Twin("diffusion_broken", 29, "loss", "forward", "snr.clamp(max=max_snr) / snr", "division_by_zero", "sliced_distance", 0.05),
     Twin("policy_gradient_broken", (100, 1400), "grad_norm", "backward", "ratio = torch.exp(", "masked_branch_gradient", "mean_return", 100),

@@ -171,6 +171,53 @@ def test_a_learning_rate_far_too_high_from_the_start_is_left_by_starting_again(m
     assert steps[-1]["lr"] <= 0.1 + 1e-6  # the rate that failed is not returned to
 
 
+def classify(make_trainer, lr, easy=1.0, **parts):
+    """Three classes, Adam. `easy`: what the loss of the first batch is multiplied by."""
+    torch.manual_seed(0)
+    directions = torch.randn(6, 3)
+    batches = []
+    for index in range(120):
+        inputs = torch.randn(64, 6)
+        batches.append((inputs, (inputs @ directions).argmax(1), easy if index == 0 else 1.0))
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    return make_trainer(
+        model=model,
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) * batch[2],
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr),
+        train_data=batches,
+        **parts,
+    )
+
+
+def test_first_steps_that_made_it_worse_are_taken_back(make_trainer):
+    result = classify(make_trainer, 3.0).fit()
+    incident = result.incidents[0]
+    assert (incident.step, incident.decision.action) == (8, "rollback")
+    assert "stall: the first 8 steps raised the loss" in incident.decision.reasons[0]
+    assert rollbacks_of(result)[0] == (0, 0, "first")
+    assert result.final_loss < 0.25 * result.losses[0]
+
+
+def test_an_easy_first_batch_is_no_incident_and_changes_nothing(make_trainer):
+    states, calls = [], []
+    for stall in ({}, None):
+        trainer = classify(make_trainer, 0.1, easy=0.2, config={"guards": {"stall": stall}})
+        count = trainer.training_step
+        num_calls = 0
+
+        def counted(model, batch, count=count):
+            nonlocal num_calls
+            num_calls += 1
+            return count(model, batch)
+
+        trainer.training_step = counted
+        assert trainer.fit().healthy
+        states.append([trainer.model.state_dict(), trainer.optimizer.state_dict()])
+        calls.append(num_calls)
+    assert calls[0] == calls[1] + 2  # it was looked at: once with the weights of the start, once to be committed
+    assert_same(*states)
+
+
 @pytest.mark.parametrize("budget", [0, 1])
 def test_restarts_end_with_their_budget(make_trainer, check_stopped, budget):
     trainer = too_fast(make_trainer, 1e9, recovery={"ladder": ["restart"], "max_restarts": budget})

@@ -35,7 +35,8 @@ def train(tmp_path):
 def test_the_journal_has_one_valid_line_per_decision(train):
     result = train().fit()
     lines = [strict(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["start", *["step"] * 4, "incident", *["step"] * 4, "end"]
+    events = ["start", "checkpoint", *["step"] * 4, "incident", *["step"] * 4, "checkpoint", "end"]
+    assert [line["event"] for line in lines] == events
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == list(range(8))
     assert [line["action"] for line in steps] == ["commit"] * 3 + ["skip"] + ["commit"] * 4
@@ -43,7 +44,21 @@ def test_the_journal_has_one_valid_line_per_decision(train):
     assert [line["loss"] for line in steps if line["action"] == "commit"] == [v for v in result.losses if v == v]
 
 
-def test_the_journal_is_flushed_line_by_line(train):
+def test_the_journal_is_complete_up_to_an_incident(train):
+    class Reading(SafeTrainer):
+        def on_incident(self, incident):
+            lines = [strict(line) for line in (self.run.dir / "journal.jsonl").read_text().splitlines()]
+            assert [line["step"] for line in lines if line["event"] == "step"] == [0, 1, 2, 3]
+            assert lines[-1]["event"] == "incident"
+
+    assert train(Reading).fit().steps == 7
+
+
+def test_a_step_is_told_soon_also_if_nothing_else_happens(train, monkeypatch):
+    from safetrain.telemetry import sink
+
+    monkeypatch.setattr(sink, "FLUSH_SECONDS", -1.0)
+
     class Reading(SafeTrainer):
         def on_commit(self, view):
             last = (self.run.dir / "journal.jsonl").read_text().splitlines()[-1]

@@ -1,0 +1,60 @@
+"""What a check answers: how it went, why, the numbers it saw, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str
+    """PASS, WARN (worth a look, may be meant), FAIL (the training will not work as it is) or SKIP (could not be looked at)."""
+    reason: str
+    fix: str = ""
+    """What to change; there is one whenever the status is WARN or FAIL."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """What was measured, out of types that JSON knows. NaN and Inf are allowed."""
+
+
+class Unavailable(Exception):
+    """What a check needs is not to be had; it is skipped, with this reason."""
+
+
+def passed(reason: str, **numbers: Any) -> Outcome:
+    return Outcome(PASS, reason, "", numbers)
+
+
+def warned(reason: str, fix: str, **numbers: Any) -> Outcome:
+    return Outcome(WARN, reason, fix, numbers)
+
+
+def failed(reason: str, fix: str, **numbers: Any) -> Outcome:
+    return Outcome(FAIL, reason, fix, numbers)
+
+
+def skipped(reason: str) -> Outcome:
+    return Outcome(SKIP, reason)
+
+
+def worst(outcomes: list[Outcome], otherwise: Outcome) -> Outcome:
+    """The most severe of several findings, with the others told beside it."""
+    if not outcomes:
+        return otherwise
+    ranked = sorted(outcomes, key=lambda outcome: (FAIL, WARN).index(outcome.status))
+    numbers = {key: value for outcome in reversed(ranked) for key, value in outcome.numbers.items()}
+    reason = "; ".join(outcome.reason for outcome in ranked[:3])
+    return Outcome(ranked[0].status, reason, ranked[0].fix, otherwise.numbers | numbers)
+
+
+def listed(names: list[Any], limit: int = 4) -> str:
+    """For a sentence: the first few, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + more
+
+
+def amount(value: float) -> str:
+    """A number for a sentence: three digits that mean something."""
+    return f"{value:.3g}"

@@ -1,0 +1,199 @@
+"""Checks that the same step gives the same numbers, at once and after a resume."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..batch_checks import named_leaves
+from ..errors import Interrupted
+from ..parts import TrainerParts
+from ..sources import Iterated, Listed, Loader, MapData, Stateful
+from ..state import TrainState
+from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from ..trainer import SafeTrainer
+
+TOLERANCE = 1e-4
+"""Relative difference up to which the order of additions on a GPU may be to blame."""
+MAX_STATE_BYTES = 500 * 2**20
+NUM_STEPS = 4
+"""Of the training that is interrupted in the middle."""
+
+
+def replay(subject: Subject) -> Outcome:
+    """The first batch twice, from the same state: every bit of its loss and gradients must agree."""
+    batch = subject.healthy[0].batch
+    (loss, gradients), (loss_again, gradients_again) = _once(subject, batch), _once(subject, batch)
+    differing = {
+        name: _difference(gradient, gradients_again.get(name))
+        for name, gradient in {"loss": loss, **gradients}.items()
+        if not _same_bits(gradient, loss_again if name == "loss" else gradients_again.get(name))
+    }
+    if "loss" in differing:
+        differing["loss"] = _difference(loss, loss_again)
+    if not differing:
+        same = passed(f"loss and {len(gradients)} gradients are the same bit for bit")
+        return _other_data(subject) or same
+    largest = max(differing.values())
+    return (failed if largest > TOLERANCE else warned)(
+        f"the same step gives other numbers when it is run again: {listed(list(differing))} differ by up to {amount(largest)}",
+        "draw random numbers from torch, numpy.random or random, not from the clock, os.urandom or a generator that is made anew; "
+        "for GPU kernels set loop.deterministic=true",
+        differing=list(differing)[:64],
+        largest=largest,
+    )
+
+
+def _other_data(subject: Subject) -> Outcome | None:
+    first = subject.first[0]
+    with subject.clean():
+        again = next(iter(subject.sample.batches(in_order=True)))
+    one, other = dict(named_leaves(first.batch)), dict(named_leaves(again.batch))
+    differing = [path for path in one if not _same_bits(one[path], other.get(path))]
+    if not differing:
+        return None
+    return warned(
+        f"the first batch is another one when it is read again: field {listed(differing)}",
+        "seed the random numbers of the data set per sample (from its index and the epoch), so that a resume reads the same data",
+        fields=differing,
+    )
+
+
+def _once(subject: Subject, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    with subject.clean():
+        loss = subject.forward(batch)
+        torch.autograd.backward(loss)
+        gradients = {name: p.grad.detach() for name, p in subject.model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+# ---- save and resume ---------------------------------------------------------------------------------------------------
+
+
+def resume(subject: Subject) -> Outcome:
+    """A few steps in one go, and the same interrupted and resumed: the weights must be the same bit for bit."""
+    size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
+    if size > MAX_STATE_BYTES:
+        raise Unavailable(f"the model has {size / 2**30:.1f} GB, too much to save twice in a check")
+    subject.healthy  # noqa: B018  raises where no step can be made
+    steps = 2 * NUM_STEPS * subject.trainer.config.loop.grad_accum
+    if steps * subject.seconds_per_step > subject.budget.left:
+        raise Unavailable(
+            f"there is no time for {steps} passes of {amount(subject.seconds_per_step)} s; --budget gives more"
+        )
+    if subject.guards is None:
+        raise Unavailable("the guards cannot be copied, so no second run can be made beside the real one")
+    with tempfile.TemporaryDirectory(prefix="safetrain-check-") as directory, _quiet():
+        whole = _run(subject, Path(directory, "whole"), NUM_STEPS, False)
+        _run(subject, Path(directory, "cut"), NUM_STEPS // 2, False)
+        resumed = _run(subject, Path(directory, "cut"), NUM_STEPS, True)
+    differing = [name for name, tensor in whole.items() if not _same_bits(tensor, resumed.get(name))]
+    if not differing:
+        return passed(
+            f"{NUM_STEPS} steps and {NUM_STEPS // 2} + {NUM_STEPS // 2} after a resume give the same {len(whole)} tensors"
+        )
+    return failed(
+        f"a resumed run goes on differently: {listed([name.partition('/')[2] for name in differing])} differ after {NUM_STEPS} steps",
+        "let everything that a step depends on be saved: counters and caches of a module with register_buffer (or get_extra_state), "
+        "no torch.Generator of its own, and data that gives the same order again or has state_dict and load_state_dict",
+        differing=differing[:64],
+    )
+
+
+def _run(subject: Subject, directory: Path, num_steps: int, resumed: bool) -> dict[str, Tensor]:
+    """Train as a new process would: from the start, with nothing but the run directory."""
+    with subject.clean():
+        try:
+            trainer = _twin(subject, directory, num_steps)
+            trainer.fit(resume=resumed)
+        except Interrupted as error:
+            raise KeyboardInterrupt from error
+        except Exception as error:
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            raise Unavailable(
+                f"the run does not get through {num_steps} steps: {type(error).__name__}: {first_line}"
+            ) from error
+        state = TrainState.gather(trainer, progress=False)
+        return {name: tensor.clone() for name, tensor in state.tensors.items()}
+
+
+def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
+    """A trainer with the same parts that writes to another directory and shows nothing."""
+    trainer = subject.trainer
+    config = copy.deepcopy(trainer.config)
+    config.loop.max_steps, config.loop.max_epochs, config.loop.max_hours = num_steps, None, None
+    config.loop.compile, config.data.num_workers = False, 0
+    config.logging.console, config.logging.tensorboard = "off", False
+    config.forensics.enabled, config.recovery.heal, config.recovery.ladder = False, [], ["skip"]
+    checkpoint = config.checkpoint
+    checkpoint.enabled, checkpoint.async_, checkpoint.save_final, checkpoint.snapshot_every = True, False, False, None
+    scheduler = None if isinstance(trainer.scheduler, ReduceLROnPlateau) else trainer.scheduler
+    config.scheduler = None if scheduler is None else config.scheduler
+    twin = object.__new__(type(trainer))
+    vars(twin).update(vars(trainer), _run=None)
+    TrainerParts.__init__(
+        twin,
+        trainer.model,
+        loss_fn=trainer._loss_fn,
+        optimizer=trainer.optimizer,
+        train_data=_data_of(subject.sample.source()),
+        scheduler=scheduler,
+        config=config,
+        guards=copy.deepcopy(subject.guards),
+        run_dir=directory,
+    )
+    # What users do there may leave traces outside: files, messages.
+    vars(twin).update(on_commit=lambda view: None, on_incident=lambda incident: None)
+    return twin
+
+
+def _data_of(source: Any) -> Any:
+    if isinstance(source, MapData):
+        return source._loader.dataset
+    if isinstance(source, Listed):
+        return [copy.deepcopy(batch) for batch in source._batches[: 4 * NUM_STEPS]]
+    if isinstance(source, Stateful):
+        return source._data
+    assert isinstance(source, (Loader, Iterated))
+    return source._data
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("safetrain")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+def _same_bits(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _difference(one: Tensor, other: Tensor | None) -> float:
+    """Relative to the largest value; 1 where there is nothing to compare with."""
+    if other is None or one.shape != other.shape:
+        return 1.0
+    largest = max(float(one.abs().max()), 1e-30)
+    return float((one.double() - other.double()).abs().max()) / largest

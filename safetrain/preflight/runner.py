@@ -1,0 +1,130 @@
+"""Runs the checks over a trainer, and leaves it as it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config.spelling import suggest
+from ..engine import deterministic_algorithms
+from ..errors import UsageError
+from ..guards import Guard
+from ..run import Run
+from .outcome import Outcome, Unavailable, skipped
+from .registry import CHECKS, Check
+from .report import Checked, CheckReport
+from .subject import Budget, Subject
+from .untouched import Untouched
+
+if TYPE_CHECKING:
+    from ..trainer import SafeTrainer
+
+
+def check(
+    trainer: SafeTrainer,
+    only: str | Iterable[str] | None = None,
+    budget: float = 10.0,
+    tell: Callable[[Checked], None] = lambda checked: None,
+) -> CheckReport:
+    """Look at data, model and first steps of a trainer before `fit()`; nothing of it is changed.
+
+    `only` names the checks to make, `budget` is about how many seconds they may take: of large data a sample is seen. `tell` is
+    given each outcome as soon as it is known.
+
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
+    >>> data[4][0][2, 1] = torch.nan
+    >>> trainer = SafeTrainer(torch.nn.Linear(3, 1), loss_fn=torch.nn.MSELoss(), train_data=data, config=QUIET)
+    >>> report = check(trainer, only="data_finite,labels")
+    >>> report.passed, report["data_finite"].status, report["labels"].status
+    (False, 'FAIL', 'PASS')
+    >>> report["data_finite"].reason
+    "field '0' has NaN in 1 of 160 samples: row 2 of batch 4"
+    """
+    chosen = _chosen(only)
+    if trainer._run is not None:
+        raise UsageError("fit() was already called on this trainer.\nTo fix: call check before fit().")
+    if trainer.engine.world_size > 1:
+        raise UsageError(
+            f"a check looks at one process, and there are {trainer.engine.world_size}.\n"
+            "To fix: run `safetrain check` without torchrun, or call it only if WORLD_SIZE is not set."
+        )
+    allowed = Budget(budget)
+    report = CheckReport(trainer.config.name, budget=budget)
+    guards = _copied_guards(trainer)
+    with _as_in_a_run(trainer):
+        untouched = Untouched(trainer)
+        try:
+            subject = Subject(trainer, allowed, untouched, guards)
+            for each in chosen:
+                checked = _run(each, subject)
+                report.checks.append(checked)
+                tell(checked)
+        finally:
+            untouched.leave()
+    report.seconds = allowed.spent
+    return report
+
+
+def _run(each: Check, subject: Subject) -> Checked:
+    begin = time.perf_counter()
+    if subject.budget.left < 0:
+        left = f"the {subject.budget.seconds:g} s of the budget are used up; --budget {4 * subject.budget.seconds:g} gives more"
+        return Checked(each.name, skipped(left), 0.0)
+    try:
+        outcome: Outcome = each.run(subject)
+    except Unavailable as reason:
+        outcome = skipped(str(reason))
+    except Exception as error:  # a check that cannot cope with a model must not keep the others from being made
+        outcome = skipped(f"the check itself failed: {type(error).__name__}: {error}")
+    return Checked(each.name, outcome, time.perf_counter() - begin)
+
+
+class _Unwritten(Run):
+    """A run at its beginning, without a directory: a step may ask the trainer how far it is."""
+
+    def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None: ...
+
+
+def _copied_guards(trainer: SafeTrainer) -> list[Guard] | None:
+    """For trial runs, before any of them is attached; None if they cannot be copied."""
+    shared: dict[int, object] = {id(module): module for module in trainer.model.modules()}
+    try:
+        return copy.deepcopy(trainer.guards, shared)
+    except Exception:  # a guard of the user's may hold anything
+        return None
+
+
+def _as_in_a_run(trainer: SafeTrainer) -> ExitStack:
+    """Islands and deterministic algorithms as a run has them; what the code warns of, it will warn of again in the run."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.enable_grad())
+        if trainer.config.loop.deterministic:
+            stack.enter_context(deterministic_algorithms())
+        trainer._run = _Unwritten(trainer.config, None, trainer.engine.rank)
+        stack.callback(setattr, trainer, "_run", None)
+        for guard in trainer.guards:
+            if guard.name == "islands" and (remove := guard.attach(trainer.model)) is not None:
+                stack.callback(remove)
+        return stack.pop_all()
+
+
+def _chosen(only: str | Iterable[str] | None) -> Sequence[Check]:
+    if only is None:
+        return CHECKS
+    names = [name.strip() for name in (only.split(",") if isinstance(only, str) else only)]
+    known = [each.name for each in CHECKS]
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"there is no check {name!r}{suggest(name, known)}\nTo fix: choose from {', '.join(known)}."
+            )
+    return [each for each in CHECKS if each.name in names]

@@ -1,0 +1,101 @@
+"""The code that a run is made of, looked at by the linter."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..lint import lint_paths
+from ..sources import Iterated, MapData, Stateful
+from .outcome import Outcome, listed, passed, skipped, warned
+from .subject import Subject
+
+
+def lint(subject: Subject) -> Outcome:
+    files = list(dict.fromkeys(path for thing in _parts(subject) if (path := _own_file(thing)) is not None))
+    if not files:
+        return skipped("no source file of your own was found")
+    executed = _executed(subject, files)
+    findings = [f for f in lint_paths(files).findings if f.line in executed.get(f.path, ())]
+    names = [path.name for path in files]
+    if not findings:
+        return passed(f"nothing found in what a step runs of {listed(names)}", files=[str(path) for path in files])
+    places = [f"{Path(f.path).name}:{f.line} {f.code} {f.message}" for f in findings]
+    first = findings[0]
+    return warned(
+        f"{len(places)} place{'s' if len(places) > 1 else ''} may go NaN later: {listed(places, 2)}",
+        f"{(first.safe or first.why).rstrip('.')}; `safetrain lint {Path(first.path).name}` explains each",
+        findings=[finding.to_dict() for finding in findings[:64]],
+    )
+
+
+def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
+    """The lines of these files that reading a batch and one step run: a recipe may hold code that this config does not use."""
+    lines: dict[str, set[int]] = {str(path): set() for path in files}
+    spellings: dict[str, str | None] = {}
+
+    def name_of(filename: str) -> str | None:
+        if filename not in spellings:
+            resolved = str(Path(filename).resolve())
+            spellings[filename] = resolved if resolved in lines else None
+        return spellings[filename]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        name = name_of(frame.f_code.co_filename)
+        if name is None:
+            return None
+        lines[name].add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    with subject.clean():
+        sys.settrace(trace)
+        try:
+            batch = next(iter(subject.sample.batches(in_order=True))).batch
+            loss = subject.forward(batch)
+            torch.autograd.backward(loss)
+        except Exception:
+            pass  # told by others; what was run until then is known
+        finally:
+            sys.settrace(before)
+    return lines
+
+
+def _parts(subject: Subject) -> Iterator[Any]:
+    trainer = subject.trainer
+    yield from (type(module) for module in subject.model.modules())
+    loss: Any = trainer._loss_fn
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    if loss is not None:
+        yield loss if inspect.isfunction(loss) or inspect.ismethod(loss) else type(loss)
+    yield type(trainer)
+    source = trainer.stream._source
+    if isinstance(source, MapData):
+        yield type(source._loader.dataset)
+    elif isinstance(source, (Iterated, Stateful)):
+        yield source._data if inspect.isfunction(source._data) else type(source._data)
+
+
+def _own_file(thing: Any) -> Path | None:
+    """Where it is defined, unless that is Python, an installed package, or safetrain itself."""
+    try:
+        name = inspect.getsourcefile(thing)
+    except (TypeError, OSError):
+        return None
+    if name is None:
+        return None
+    path = Path(name).resolve()
+    installed = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    package = Path(__file__).resolve().parents[1]
+    if not path.is_file() or any(path.is_relative_to(root) for root in (*installed, package)):
+        return None
+    return path

@@ -1,0 +1,214 @@
+"""What is being checked: a trainer, a sample of its data, and what was seen of its first steps; each found out once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..assembly import split_loss
+from ..forensics.replay import fresh
+from ..guards import Guard
+from .observer import LossCall, Observer
+from .outcome import Unavailable
+from .sample import CannotRead, Read, Sample
+from .scan import Scan, scan
+from .untouched import Untouched
+
+if TYPE_CHECKING:
+    from ..trainer import SafeTrainer
+
+NONE_FINITE = "none of the first batches gives a finite loss and finite gradients, see finite_steps"
+NUM_FIRST = 4
+"""Batches at the beginning of the run whose steps are looked at closely."""
+
+
+GRACE = 1.2
+
+
+class Budget:
+    """Seconds for all checks together; a check that takes long asks for a share of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._begin = time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self._begin
+
+    @property
+    def left(self) -> float:
+        """What needs little time is still made when the budget is just used up."""
+        return GRACE * self.seconds - self.spent
+
+    def deadline(self, share: float) -> float:
+        """On the clock of `time.perf_counter`: the end of this share, or of the whole if that is sooner."""
+        return min(time.perf_counter() + share * self.seconds, self._begin + self.seconds)
+
+
+@dataclass
+class Observation:
+    observer: Observer
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Of the optimizer's parameters by name, summed over the batches; None for one that the loss does not reach."""
+    error: Exception | None = None
+    num_samples: int = 0
+
+
+class Subject:
+    def __init__(
+        self, trainer: SafeTrainer, budget: Budget, untouched: Untouched, guards: list[Guard] | None = None
+    ) -> None:
+        self.trainer, self.budget, self.untouched = trainer, budget, untouched
+        self.guards = guards
+        untouched.rewind()
+        """Copies of the trainer's, as they are before a run; None if there can be none."""
+        self.seconds_per_step = math.inf
+        """Of a plain forward and backward pass, once one was made."""
+        self.model = trainer.model
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sample(self) -> Sample:
+        return Sample(self.trainer)
+
+    @cached_property
+    def first(self) -> list[Read]:
+        """The first batches that a run takes."""
+        found: list[Read] = []
+        deadline = self.budget.deadline(0.1)
+        try:
+            with self.clean():
+                for read in self.sample.batches(in_order=True):
+                    found.append(Read(fresh(read.batch), read.position, read.ids))
+                    if len(found) == NUM_FIRST or time.perf_counter() > deadline:
+                        break
+        except CannotRead as error:
+            if not found:
+                raise Unavailable(f"no batch can be read, see readable: {error}") from error
+        if not found:
+            raise Unavailable("the training data gives no batch, see readable")
+        return found
+
+    @cached_property
+    def scan(self) -> Scan:
+        """Statistics of the data, as much of it as can be read in a sixth of the time."""
+        markers = self._markers()
+        with self.clean():
+            return scan(self.sample, markers, self.budget.deadline(0.15))
+
+    def _markers(self) -> dict[str, set[int]]:
+        """Values that stand for something else than themselves, by the field they are in."""
+        try:
+            observer = self.observed.observer
+        except Unavailable:
+            return {}
+        markers: dict[str, set[int]] = {}
+        for call in observer.loss_calls:
+            if call.field is not None and call.has_class_indices:
+                markers.setdefault(call.field, set()).add(call.arguments["ignore_index"])
+        for lookup in observer.lookups:
+            if lookup.field is not None and lookup.padding_idx is not None:
+                markers.setdefault(lookup.field, set()).add(lookup.padding_idx)
+        return markers
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Any, autocast: bool = True) -> Tensor:
+        """The loss of a batch, which is copied first: a step may write to it."""
+        with self.trainer.engine.autocast() if autocast else nullcontext():
+            output = self.trainer.training_step(self.model, fresh(batch))
+        return split_loss(output, "training_step")[0]
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """After it, everything is as before the first step again: so it is at the beginning of the next one."""
+        try:
+            yield
+        finally:
+            self.untouched.rewind()
+
+    @cached_property
+    def observed(self) -> Observation:
+        """The first batches, with the initial weights, in float32: magnitudes are the same there, and nothing overflows."""
+        scale = self.trainer.engine.loss_scale()
+        observer = Observer(self.model, 65536.0 if scale is None else float(scale))
+        seen = Observation(observer)
+        batches = self._finite or self.first
+        with self.clean():
+            try:
+                deadline = self.budget.deadline(0.06)
+                with observer:
+                    for read in batches:
+                        if seen.losses and time.perf_counter() > deadline:
+                            break
+                        observer.begin(batch := fresh(read.batch))
+                        loss = split_loss(self.trainer.training_step(self.model, batch), "training_step")[0]
+                        seen.losses.append(float(loss.detach()))
+                        if loss.requires_grad:
+                            torch.autograd.backward(loss)
+                        seen.num_samples += read.size
+            except Exception as error:
+                seen.error = error
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            for group in self.trainer.optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    name = names.get(id(parameter), f"(beside the model).{index}")
+                    seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach()
+        return seen
+
+    @property
+    def steps(self) -> Observation:
+        """The same, for checks that cannot do with less than whole steps."""
+        if self.observed.error is not None:
+            raise Unavailable(f"the step raises {type(self.observed.error).__name__}, see finite_steps")
+        if not self._finite:
+            raise Unavailable(NONE_FINITE)
+        return self.observed
+
+    @property
+    def loss_calls(self) -> list[LossCall]:
+        return self.observed.observer.loss_calls
+
+    def clear_gradients(self) -> None:
+        for parameter in self.trainer._parameters:
+            parameter.grad = None
+
+    @cached_property
+    def _finite(self) -> list[Read]:
+        found: list[Read] = []
+        deadline = self.budget.deadline(0.1)
+        for read in self.first:
+            if found and time.perf_counter() > deadline:
+                break
+            with self.clean():
+                begin = time.perf_counter()
+                try:
+                    loss = self.forward(read.batch, autocast=False)
+                    if not loss.requires_grad or not bool(torch.isfinite(loss)):
+                        continue
+                    torch.autograd.backward(loss)
+                except Exception:
+                    continue  # told by finite_steps
+                self.seconds_per_step = min(self.seconds_per_step, time.perf_counter() - begin)
+                gradients = [p.grad for p in self.trainer._parameters if p.grad is not None]
+                if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+                    found.append(read)
+        return found
+
+    @property
+    def healthy(self) -> list[Read]:
+        """First batches whose loss and gradients are finite: what trials are made with."""
+        if not self._finite:
+            raise Unavailable(NONE_FINITE)
+        return self._finite

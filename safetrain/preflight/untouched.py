@@ -1,0 +1,128 @@
+"""All that looking at a trainer may disturb, remembered and put back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..rng import RandomState
+from ..sources import Listed
+from .belongings import Belongings
+
+if TYPE_CHECKING:
+    from ..trainer import SafeTrainer
+
+
+class Untouched:
+    """`rewind()`: everything is as before the first step, and without gradients. `leave()`: everything is as it was found.
+
+    Costs a copy of the parameters, the buffers and the optimizer's state.
+    """
+
+    def __init__(self, trainer: SafeTrainer) -> None:
+        self._trainer = trainer
+        self._random = RandomState.capture()
+        modules = list(dict.fromkeys(m for root in _modules(trainer) for m in root.modules()))
+        parameters = {id(p): p for p in trainer._parameters}
+        parameters |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        self._parameters = [(p, p.data, p.data.clone(), p.grad) for p in parameters.values()]
+        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
+        self._buffers = [(b, b.detach().clone()) for b in {id(b): b for b in buffers}.values()]
+        self._optimizer = _OptimizerState(trainer.optimizer)
+        self._scaler = copy.deepcopy(trainer.engine.scaler_state())
+        self._attributes = dict(vars(trainer))
+        known: list[Tensor] = [*parameters.values(), *buffers]
+        self._belongings = Belongings([*modules, *_others(trainer)], known)
+
+    @torch.no_grad()
+    def rewind(self, everything: bool = False) -> None:
+        """`everything`: also large arrays that the model, the loss or the data hold."""
+        self._belongings.put_back(everything)
+        for parameter, data, value, _ in self._parameters:
+            if parameter.data.data_ptr() != data.data_ptr():
+                parameter.data = data
+            parameter.data.copy_(value)
+            parameter.grad = None
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        self._optimizer.put_back()
+        if self._scaler:
+            self._trainer.engine.load_scaler_state(copy.deepcopy(self._scaler))
+        vars(self._trainer).clear()
+        vars(self._trainer).update(self._attributes)
+        self._random.restore()
+
+    @torch.no_grad()
+    def weight_change(self) -> float:
+        """How far the weights have moved since, relative to their size; Inf if they are not finite."""
+        moved = sum(
+            float((p.data - value).double().square().sum()) for p, _, value, _ in self._parameters if _is_real(p)
+        )
+        size = sum(float(value.double().square().sum()) for p, _, value, _ in self._parameters if _is_real(p))
+        change = math.sqrt(moved / size) if size > 0 and math.isfinite(moved) else math.inf
+        return change if moved > 0 or size > 0 else 0.0
+
+    def leave(self) -> None:
+        self.rewind(everything=True)
+        for parameter, _, _, gradient in self._parameters:
+            parameter.grad = gradient
+
+
+class _OptimizerState:
+    """Its moments, and the settings of its groups; what else it holds is with the belongings."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
+        self._groups = [
+            {key: _copied(value) for key, value in _settings(group).items()} for group in _groups(optimizer)
+        ]
+
+    def put_back(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.state.update({parameter: _copied(state) for parameter, state in self._state.items()})
+        for group, settings in zip(_groups(self._optimizer), self._groups, strict=True):
+            for key in _settings(group).keys() - settings.keys():
+                del group[key]
+            for key, value in settings.items():
+                current = group.get(key)
+                if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+                    current.copy_(value)  # a compiled step, or a schedule, may hold this very tensor
+                else:
+                    group[key] = _copied(value)
+
+
+def _is_real(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return list(optimizer.param_groups)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return copy.copy(value) if isinstance(value, list) else value
+
+
+def _modules(trainer: SafeTrainer) -> list[nn.Module]:
+    return [trainer.model, *trainer._modules_beside()]
+
+
+def _others(trainer: SafeTrainer) -> list[Any]:
+    """The loss, the schedule, the optimizer, the data, and what a subclass holds itself."""
+    # A list of batches is read only, and copied before it is used; it may be all of the data.
+    sources = [] if isinstance(trainer.stream._source, Listed) else [trainer.stream._source]
+    own = [value for value in vars(trainer).values() if not type(value).__module__.startswith("safetrain.")]
+    return [trainer._loss_fn, trainer.scheduler, vars(trainer.optimizer), *sources, *own]

@@ -1,0 +1,165 @@
+"""Checks of the initial weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..rng import seed_everything
+from .outcome import Outcome, amount, failed, listed, passed, warned, worst
+from .subject import Subject
+
+MAX_REBUILT_BYTES = 2**30
+HUGE = 1e6
+"""No initialisation gives a weight of this size; memory that nobody wrote to does."""
+EXTREME, LARGE, SMALL = 100.0, 20.0, 1e-3
+"""Root mean square of a weight matrix times the square root of its fan-in. What torch gives by itself is around 0.6."""
+
+
+def finite(subject: Subject) -> Outcome:
+    problems = []
+    for name, tensor in subject.model.named_parameters():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        values = tensor.detach().float()
+        num_bad = int((~torch.isfinite(values)).sum())
+        if num_bad and not tensor.requires_grad:
+            continue  # a mask, say
+        if num_bad:
+            problems.append(
+                failed(
+                    f"{name} holds {num_bad} NaN or Inf of {tensor.numel()} values",
+                    f"initialise {name} with finite values, or load weights that are (nn.init.xavier_uniform_, say)",
+                    parameter=name,
+                )
+            )
+        elif float(values.abs().max()) > HUGE:
+            problems.append(
+                failed(
+                    f"{name} holds {amount(float(values.abs().max()))}: memory that was never written to, or an initialisation gone wrong",
+                    f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
+                    parameter=name,
+                )
+            )
+    rebuilt = _uninitialised(subject)
+    problems += [
+        failed(
+            f"{name} is never initialised: it holds whatever was in its memory",
+            f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
+            parameter=name,
+        )
+        for name in rebuilt or ()
+    ]
+    count = sum(p.numel() for p in subject.model.parameters())
+    how = "all finite and initialised" if rebuilt is not None else "all finite"
+    return worst(problems, passed(f"{count:,} weights, {how}", num_weights=count))
+
+
+def _uninitialised(subject: Subject) -> list[str] | None:
+    """Build the model once more while torch fills new memory with NaN: what is still NaN was never written to.
+
+    None where that is not possible: the model was handed over, or is too large to have twice.
+    """
+    trainer = subject.trainer
+    is_built_here = trainer.config.model is not None or type(trainer).build_model is not _default_build_model()
+    size = sum(p.nbytes for p in subject.model.parameters())
+    if not is_built_here or size > MAX_REBUILT_BYTES:
+        return None
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with subject.clean(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if trainer.config.seed is not None:
+                seed_everything(trainer.config.seed)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            again = trainer.build_model()
+        except Exception:
+            return None
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    own = dict(subject.model.named_parameters())
+    found = dict(again.named_parameters())
+    if [p.shape for p in own.values()] != [p.shape for p in found.values()]:
+        return None  # the model of this trainer is another one
+    return [
+        name
+        for name, parameter in found.items()
+        if parameter.is_floating_point() and bool(parameter.isnan().any()) and not bool(own[name].isnan().any())
+    ]
+
+
+def _default_build_model() -> object:
+    from ..parts import TrainerParts
+
+    return TrainerParts.build_model
+
+
+def scale(subject: Subject) -> Outcome:
+    problems: list[Outcome] = []
+    sizes: dict[str, float] = {}
+    for name, weight, fan_in in _matrices(subject.model):
+        sizes[name] = _rms(weight) * math.sqrt(fan_in)
+    for name, size in sizes.items():
+        problems += _judge(subject, name, size)
+    tiny = [name for name, size in sizes.items() if size < SMALL]
+    if len(tiny) > 1 and len(tiny) == len(sizes):
+        problems.insert(
+            0,
+            failed(
+                f"every weight matrix is near zero: {listed(tiny)}",
+                "initialise the weights at random with a deviation of about 1/sqrt(fan_in): nn.init.kaiming_uniform_, xavier_uniform_",
+                parameters=tiny,
+            ),
+        )
+    if not sizes:
+        return passed("no weight matrix")
+    spread = f"{amount(min(sizes.values()))} to {amount(max(sizes.values()))}"
+    return worst(problems, passed(f"size times sqrt(fan-in) from {spread}, usual is 0.5 to 2", sizes=sizes))
+
+
+def _judge(subject: Subject, name: str, size: float) -> Iterator[Outcome]:
+    if size > LARGE:
+        yield (failed if size > EXTREME else warned)(
+            f"{name} is {amount(size)} times as large as inputs of size 1 can bear",
+            f"scale the initialisation of {name} down {amount(size)}-fold: a deviation of about 1/sqrt(fan_in)",
+            parameter=name,
+            size=size,
+        )
+    elif 0 < size < SMALL:
+        yield warned(
+            f"{name} is near zero ({amount(size)} of what keeps a signal alive)",
+            f"initialise {name} with a deviation of about 1/sqrt(fan_in), or with exact zeros if it is to start switched off",
+            parameter=name,
+            size=size,
+        )
+    elif size == 0:
+        gradient = subject.observed.gradients.get(name)
+        # Zeros that get a gradient are a way to start a branch switched off; others stay zero for ever.
+        if gradient is not None and not bool(gradient.any()):
+            yield failed(
+                f"{name} is all zeros and gets no gradient, so it stays zero",
+                f"initialise {name} at random, or the layer before it: not both with zeros",
+                parameter=name,
+                size=0.0,
+            )
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Weights that sum over many inputs, with how many; embeddings only look up."""
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(path, recurse=False):
+            if weight.dim() < 2 or not weight.is_floating_point() or not weight.numel() or not weight.requires_grad:
+                continue
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+            fan_in = weight.shape[0 if transposed else 1] * math.prod(weight.shape[2:])
+            yield name, weight.detach(), fan_in
+
+
+def _rms(weight: Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight.double())) / math.sqrt(max(weight.numel(), 1))

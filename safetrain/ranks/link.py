@@ -1,0 +1,126 @@
+"""The other processes of a run, and the few ways in which they are talked to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RankError
+from .watchdog import Watchdog
+
+_COMMUNICATION = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|timed out waiting|broken pipe|process ?group", re.IGNORECASE
+)
+
+# From torch 2.13 on the second is only another name of the first, and warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Did talking to another rank fail, rather than something that this rank computes?"""
+    if isinstance(error, getattr(dist, "DistError", ())):
+        return True
+    return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+
+
+class Sending:
+    """Numbers on their way to and from every rank."""
+
+    def __init__(self, work: Any, received: Tensor) -> None:
+        self._work, self._received = work, received
+
+    def wait(self) -> Tensor:
+        """One row for each rank; the same on all of them."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._received
+
+
+class Link:
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        # A group of their own: what user code sends during a step cannot get between.
+        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._numbers = self._objects if device.type == "cpu" else None
+        self.watchdog = Watchdog(rank, world_size, timeout_seconds)
+
+    def send(self, numbers: Tensor) -> Sending:
+        """Begin to exchange a vector of equal length on every rank; nobody waits yet."""
+        received = numbers.new_empty(self.world_size * numbers.numel())
+        work = _all_gather(received, numbers, group=self._numbers, async_op=True)
+        return Sending(work, received.view(self.world_size, -1))
+
+    def gather(self, what: Any, phase: str = "waiting for the other ranks") -> list[Any]:
+        """What each rank gave, in their order. Slow, so only in trouble or at the rare moments of a run."""
+        with self.watchdog.phase(phase):
+            received: list[Any] = [None] * self.world_size
+            dist.all_gather_object(received, what, group=self._objects)
+            return received
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(flag))
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Around what each rank does on its own: if it fails on one, it has failed on all when this ends."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if is_communication_error(raised):
+                raise
+            error = raised
+        self.fail_together(error, doing)
+
+    def fail_together(self, error: Exception | None, doing: str) -> None:
+        """Raise if any rank has an error: its own where there is one, else one that tells of the others'."""
+        failures = self.gather(None if error is None else Failure.of(self.rank, error))
+        if error is not None:
+            raise error
+        if failed := [failure for failure in failures if failure is not None]:
+            raise failed[0].as_error(doing)
+
+    def close(self) -> None:
+        self.watchdog.close()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """An error of the communication, as one that names the rank that is missing and where it is."""
+        if not is_communication_error(error):
+            return error
+        return RankError(self.watchdog.who_is_missing(first_line(error)))
+
+
+class Failure:
+    """What a rank tells the others about an exception: exceptions themselves may not survive the way."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        self.rank, self.kind, self.message, self.trace = rank, kind, message, trace
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        import traceback
+
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(rank, type(error).__name__, str(error), trace)
+
+    def as_error(self, doing: str) -> RankError:
+        return RankError(
+            f"rank {self.rank} raised {self.kind} {doing}: {self.message}\n{self.trace.rstrip()}\n"
+            f"To fix: mend what rank {self.rank} raised; this rank had no error of its own."
+        )
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

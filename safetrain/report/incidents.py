@@ -1,0 +1,179 @@
+"""The incidents of a run, from its journal and from the bundles on disk."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+
+MAX_WHOLE = 60
+"""Incidents that are shown with all they say: the first ones, the first at every further place, and the last."""
+MAX_PLACES = 120
+MAX_ROWS = 1000
+"""Incidents that get a row in the table."""
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is kept of an incident when there are too many to keep them whole."""
+
+    number: int
+    """From 1, in the order of steps."""
+    step: int
+    label: str
+    """Its cause; the guard that refused the step when no cause was looked for or found."""
+    action: str
+    place: str
+    operation: str
+    num_samples: int
+    rank: int
+
+
+class IncidentList:
+    def __init__(self) -> None:
+        self.count = 0
+        self.rows: list[Row] = []
+        """In the order of steps, at most `MAX_ROWS`."""
+        self.whole: dict[int, Incident] = {}
+        """By their position in `rows`."""
+        self.last: Incident | None = None
+        self.by_cause: Counter[tuple[str, str]] = Counter()
+        """By cause and place."""
+        self.actions: Counter[str] = Counter()
+        self._steps: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def add(self, found: dict[str, Any]) -> None:
+        """From what `Incident.to_dict` gave. Raises ValueError, TypeError or KeyError when it is something else."""
+        incident = incident_from(found)
+        row = _row(incident, self.count + 1)
+        self.count += 1
+        if self.last is None or incident.step >= self.last.step:
+            self.last = incident
+        self.actions[row.action] += 1
+        key = (row.label, row.place)
+        is_new_place = key not in self.by_cause
+        if is_new_place and len(self.by_cause) >= MAX_ROWS:
+            key = ("others", "")
+        self.by_cause[key] += 1
+        if len(self.rows) >= MAX_ROWS:
+            return
+        self._steps.add(row.step)
+        self.rows.append(row)
+        if len(self.whole) < MAX_WHOLE or (is_new_place and len(self.whole) < MAX_PLACES):
+            self.whole[len(self.rows) - 1] = incident
+
+    def add_bundles(self, run_dir: Path, problems: list[str]) -> None:
+        """Incidents that are on disk and not in the journal: it was lost or cut short."""
+        directories = sorted(path.parent for path in (run_dir / "incidents").glob("step-*/incident.json"))
+        missing = []
+        for directory in directories[: 2 * MAX_ROWS]:
+            try:
+                found = json.loads((directory / "incident.json").read_text(encoding="utf-8"))
+                if self.count <= MAX_ROWS and int(found["step"]) not in self._steps:
+                    self.add(found)
+                    missing.append(int(found["step"]))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                problems.append(f"incidents/{directory.name}/incident.json cannot be read: {error}")
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+            problems.append(
+                f"the incident of step {shown} is on disk but not in the journal: the process ended before it was noted, or the "
+                "run was resumed from before it"
+            )
+            order = sorted(range(len(self.rows)), key=lambda index: self.rows[index].step)
+            self.whole = {new: self.whole[old] for new, old in enumerate(order) if old in self.whole}
+            self.rows = [replace(self.rows[old], number=new + 1) for new, old in enumerate(order)]
+
+    def finish(self) -> None:
+        """The last one is what a stopped run ended with, so it is always shown whole."""
+        if self.last is None:
+            return
+        if self.rows[-1].step != self.last.step:
+            self.rows.append(_row(self.last, self.count))
+        self.whole.setdefault(len(self.rows) - 1, self.last)
+
+
+def _row(incident: Incident, number: int) -> Row:
+    origin = incident.origin
+    return Row(
+        number,
+        incident.step,
+        label_of(incident),
+        incident.decision.action,
+        place_of(origin),
+        origin.name or origin.op or "",
+        len(incident.samples),
+        incident.rank,
+    )
+
+
+def label_of(incident: Incident) -> str:
+    return incident.cause.label if incident.cause.label != "unknown" else incident.trigger.guard or "unknown"
+
+
+def place_of(origin: Origin) -> str:
+    """`file.py:12`, without directories."""
+    if not origin.file or origin.line is None:
+        return ""
+    return f"{origin.file.replace(chr(92), '/').rpartition('/')[2]}:{origin.line}"
+
+
+def incident_from(found: dict[str, Any]) -> Incident:
+    """Like that of `bundle`, but without torch, and lenient towards fields of another version."""
+    incident = Incident(
+        step_number(found["step"]),
+        str(found.get("time", "")),
+        _part(Trigger("", "", None), found.get("trigger")),
+        _part(Outcome("", []), found.get("decision")),
+        int(found.get("rank") or 0),
+        _part(Origin(), found.get("origin")),
+        _part(Cause(), found.get("cause")),
+        [int(sample) for sample in found.get("samples") or []],
+        [str(stop) for stop in found.get("propagation") or []],
+        [_part(Remedy("", False), remedy) for remedy in found.get("remedies") or []],
+        str(found.get("fix") or ""),
+        _part(Replay(), found.get("replay")),
+    )
+    incident.trigger.value = as_number(incident.trigger.value)
+    incident.decision.reasons = [str(reason) for reason in incident.decision.reasons or []]
+    for remedy in incident.remedies:
+        remedy.loss = as_number(remedy.loss)
+    origin = incident.origin
+    origin.line = None if origin.line is None else int(origin.line)
+    for name in ("phase", "op", "name", "module", "module_type", "file", "code"):
+        if (value := getattr(origin, name)) is not None:
+            setattr(origin, name, str(value))
+    for operand in (*origin.inputs, *origin.outputs):
+        operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
+        operand["name"] = str(operand.get("name", ""))
+    return incident
+
+
+def _part(part: Part, found: dict[str, Any] | None) -> Part:
+    """With the fields that are there and known."""
+    for known in fields(part):  # type: ignore[arg-type]
+        if found and known.name in found:
+            setattr(part, known.name, found[known.name])
+    return part
+
+
+def step_number(value: Any) -> int:
+    """Raises ValueError for what cannot be the number of a step."""
+    step = int(value)
+    if not 0 <= step < 2**53:
+        raise ValueError(f"{value!r} is not a step")
+    return step
+
+
+def as_number(value: Any) -> Any:
+    """Numbers that JSON has no place for were written as strings."""
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,231 @@
+"""From a run to one HTML file that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import RunDirectoryError, UsageError
+from ..files import write_text
+from ..incident import Incident
+from .run import Run, read_run
+from .settings import Difference, differences
+from .timeline import NARROW, WIDE, timeline
+from .verdict import Figure, Verdict, figures, number, verdict
+from .views import SHORT, TONES, IncidentView, view_of
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+REPORT = "report.html"
+MAX_CONFIG = 100_000
+MAX_SAMPLES = 300
+"""Quarantined ones that are listed."""
+
+
+@dataclass
+class RunView:
+    """A run in the pieces that the page shows."""
+
+    run: Run
+    letter: str
+    """`a` or `b` when two are compared."""
+
+    @property
+    def name(self) -> str:
+        """Two runs of one config have the same name, but never the same directory."""
+        return self.run.directory.resolve().name if self.letter else self.run.name
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return verdict(self.run)
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        return figures(self.run)
+
+    @cached_property
+    def incidents(self) -> list[IncidentView]:
+        first: dict[tuple[Any, ...], int] = {}
+        views = []
+        for index, incident in sorted(self.run.incidents.whole.items()):
+            origin = incident.origin
+            place = (origin.file, origin.line, origin.op, origin.module, incident.trigger.guard)
+            number = self.run.incidents.rows[index].number
+            earlier = first.setdefault(place, number)
+            views.append(
+                view_of(incident, number, self.run.directory, self.letter, earlier if earlier != number else 0)
+            )
+        return views
+
+    @cached_property
+    def anchors(self) -> dict[int, str]:
+        """By the number of the incident: those that have a part of their own."""
+        return {view.number: view.anchor for view in self.incidents}
+
+    @property
+    def num_not_listed(self) -> int:
+        return self.run.incidents.count - len(self.run.incidents.rows)
+
+    @property
+    def num_rollbacks_not_listed(self) -> int:
+        return self.run.num_rollbacks - len(self.run.rollbacks[:30])
+
+    @property
+    def config(self) -> str:
+        return self.run.config[:MAX_CONFIG]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        about = self.run.about
+        parameters = about.get("parameters")
+        guards = about.get("guards")
+        pairs = [
+            ("directory", str(self.run.directory)),
+            ("parameters", f"{parameters:,}" if isinstance(parameters, int) else ""),
+            ("device", str(about.get("device", ""))),
+            ("precision", str(about.get("precision", ""))),
+            ("processes", str(about.get("world_size", ""))),
+            ("guards", ", ".join(map(str, guards)) if isinstance(guards, list) else ""),
+        ]
+        return [(label, value) for label, value in pairs if value]
+
+    @property
+    def changes(self) -> list[tuple[str, str]]:
+        """What recovery changed for good, and how to make it permanent."""
+        end = self.run.end
+        islands, patches, quarantined = end.get("islands"), end.get("patches"), end.get("quarantined")
+        found = []
+        if isinstance(islands, dict) and islands.get("yaml"):
+            found.append(("Modules kept in float32. To make it permanent, add to the config:", str(islands["yaml"])))
+        for patch in patches if isinstance(patches, list) else []:
+            if isinstance(patch, dict):
+                place = f"{str(patch.get('file')).rpartition('/')[2]}:{patch.get('line')}"
+                said = f"{place} ran as its safe variant. To make it permanent: {patch.get('fix')}"
+                found.append((said, str(patch.get("code"))))
+        if isinstance(quarantined, list) and quarantined:
+            more = f", … {len(quarantined) - MAX_SAMPLES:,} more" if len(quarantined) > MAX_SAMPLES else ""
+            said = "Samples of the data set that are left out because they kept causing incidents:"
+            found.append((said, ", ".join(map(str, quarantined[:MAX_SAMPLES])) + more))
+        return [(said, code.rstrip()) for said, code in found]
+
+
+@dataclass(frozen=True)
+class Written:
+    path: Path
+    num_bytes: int
+    verdicts: list[Verdict]
+    num_incidents: int
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None, compare: str | Path | None = None) -> Written:
+    """Write the report of a run, or of two side by side; by default to `report.html` in the first one's directory."""
+    environment = _environment()
+    runs = [read_run(directory) for directory in ([run_dir] if compare is None else [run_dir, compare])]
+    path = _path(runs[0], out, compare is not None)
+    views = [RunView(run, letter if compare is not None else "") for run, letter in zip(runs, "ab", strict=False)]
+    text = render(views, environment)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the report cannot be written to {path}: {error.strerror or error}.\nTo fix: give another place with --out FILE."
+        ) from error
+    count = sum(run.incidents.count for run in runs)
+    return Written(path, len(text.encode()), [view.verdict for view in views], count)
+
+
+def _path(run: Run, out: str | Path | None, is_comparison: bool) -> Path:
+    name = "comparison.html" if is_comparison else REPORT
+    if out is None:
+        return run.directory / name
+    path = Path(out)
+    return path / name if path.is_dir() else path
+
+
+def write_incident_page(directory: Path, incident: Incident) -> None:
+    """`report.html` in an incident's own directory, made while the run goes on: without plots, which would cost a second."""
+    found = view_of(incident, 1, directory.parent.parent, with_plots=False)
+    write_text(directory / REPORT, _filled(_environment(), "one_incident.html.jinja", found=found))
+
+
+def render(views: Sequence[RunView], environment: Environment | None = None) -> str:
+    runs = [view.run for view in views]
+    has_steps = any(run.last_step >= 0 for run in runs)
+    differing: list[Difference] = differences(runs[0], runs[1]) if len(runs) > 1 else []
+    return _filled(
+        environment or _environment(),
+        "report.html.jinja",
+        views=views,
+        is_comparison=len(views) > 1,
+        wide=timeline(runs, WIDE, "wide") if has_steps else "",
+        narrow=timeline(runs, NARROW, "narrow") if has_steps else "",
+        compared=_compared(views) if len(views) > 1 else [],
+        differences=differing,
+    )
+
+
+def _filled(environment: Environment, template: str, **content: Any) -> str:
+    script = _resource("report.js")
+    return environment.get_template(template).render(
+        content,
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=_resource("report.css"),
+        version=__version__,
+        now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _compared(views: Sequence[RunView]) -> list[tuple[str, Figure | None, Figure | None]]:
+    """The numbers of both, one row each."""
+    first, second = ({figure.label: figure for figure in view.figures} for view in views)
+    return [(label, first.get(label), second.get(label)) for label in dict.fromkeys([*first, *second])]
+
+
+def _resource(name: str) -> str:
+    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise UsageError(
+            f"a report needs jinja2, which cannot be imported ({error}).\n"
+            "To fix: pip install jinja2, or pip install --upgrade --force-reinstall safetrain."
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["number"] = number
+    environment.filters["operand"] = _operand
+    environment.globals.update(tones=TONES, shorts=SHORT)
+    return environment
+
+
+def _operand(value: Any) -> str:
+    """A cell of the table of operands."""
+    if isinstance(value, list):
+        return " × ".join(map(str, value)) or "scalar"
+    if isinstance(value, float) and value == int(value) and abs(value) < 1e6 if _is_finite(value) else False:
+        return f"{value:g}".replace("-", "−")
+    return number(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,0 +1,89 @@
+"""The blamed line with the safe variant of its operation, where that can be written down without doubt.
+
+Not for `exp`: its safe variant is the largest number of the type, which overflows in whatever comes next.
+"""
+
+from __future__ import annotations
+
+import ast
+
+_CALLS = {
+    "log": "safe.log({})",
+    "log2": "safe.log({}) / math.log(2)",
+    "log10": "safe.log({}) / math.log(10)",
+    "log1p": "safe.log(1 + {})",
+    "sqrt": "safe.sqrt({})",
+    "rsqrt": "1 / safe.sqrt({})",
+    "reciprocal": "safe.div(1, {})",
+    "acos": "safe.acos({})",
+    "arccos": "safe.acos({})",
+    "asin": "safe.asin({})",
+    "arcsin": "safe.asin({})",
+    "atanh": "safe.atanh({})",
+    "arctanh": "safe.atanh({})",
+}
+_OPERATORS: dict[str, tuple[type[ast.operator], str]] = {
+    "div": (ast.Div, "safe.div({}, {})"),
+    "reciprocal": (ast.Div, "safe.div({}, {})"),  # 1 / x is dispatched as one
+    "rsqrt": (ast.Div, "safe.div({}, {})"),
+    "pow": (ast.Pow, "safe.pow({}, {})"),
+}
+_METHODS_OF_TWO = {"div": "safe.div({}, {})", "true_divide": "safe.div({}, {})", "pow": "safe.pow({}, {})"}
+
+
+def rewritten(code: str, operation: str) -> str:
+    """The line with one operation replaced; empty when it has none or several of them, or is only part of a statement."""
+    text = code.strip()
+    tree = _parsed(text)
+    if tree is None or not text.isascii():  # offsets count bytes
+        return ""
+    found = [(node, safe) for node in ast.walk(tree) if (safe := _safe_form(node, operation, text))]
+    if len(found) != 1:
+        return ""
+    node, safe = found[0]
+    assert isinstance(node, ast.expr)
+    if node.lineno != 1 or node.end_lineno != 1 or node.end_col_offset is None:
+        return ""
+    after = text[node.end_col_offset :].lstrip()
+    binds_closer = " / " in safe and (
+        after[:1] in ("*", ".", "[") or text[: node.col_offset].rstrip()[-1:] in tuple("*/-")
+    )
+    safe = f"({safe})" if binds_closer else safe
+    return f"{text[: node.col_offset]}{safe}{text[node.end_col_offset :]}"
+
+
+def _parsed(text: str) -> ast.AST | None:
+    for candidate in (text, f"{text} pass"):  # the head of a compound statement
+        try:
+            return ast.parse(candidate)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def _safe_form(node: ast.AST, operation: str, text: str) -> str:
+    if isinstance(node, ast.BinOp) and operation in _OPERATORS:
+        kind, form = _OPERATORS[operation]
+        return form.format(_source(node.left, text), _source(node.right, text)) if isinstance(node.op, kind) else ""
+    if not isinstance(node, ast.Call) or node.keywords or not isinstance(node.func, ast.Attribute):
+        return ""
+    if node.func.attr != operation:
+        return ""
+    is_function = isinstance(node.func.value, ast.Name) and node.func.value.id in ("torch", "F", "np")
+    operands = node.args if is_function else [node.func.value, *node.args]
+    if any(isinstance(operand, ast.Starred) for operand in operands):
+        return ""
+    sources = [_source(operand, text) for operand in operands]
+    if len(operands) == 1 and operation in _CALLS:
+        inside = (
+            sources[0]
+            if "1 + " not in _CALLS[operation] or isinstance(operands[0], (ast.Name, ast.Call))
+            else f"({sources[0]})"
+        )
+        return _CALLS[operation].format(inside)
+    return _METHODS_OF_TWO[operation].format(*sources) if len(operands) == 2 and operation in _METHODS_OF_TWO else ""
+
+
+def _source(node: ast.expr, text: str) -> str:
+    found = ast.get_source_segment(text, node) or ast.unparse(node)
+    return found.strip()

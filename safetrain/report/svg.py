@@ -1,0 +1,112 @@
+"""Figures of matplotlib as SVG that takes its colours and its font from the page around it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# matplotlib wants colours, the page has variables: these stand for them and are replaced in what is written.
+COLOURS = {
+    "ink": "#010101",
+    "muted": "#020202",
+    "line": "#030303",
+    "panel": "#040404",
+    "good": "#050505",
+    "warn": "#060606",
+    "bad": "#070707",
+    "first": "#080808",
+    "second": "#090909",
+    "third": "#0a0a0a",
+    "soft": "#0b0b0b",
+}
+INK, MUTED, LINE, PANEL = (COLOURS[name] for name in ("ink", "muted", "line", "panel"))
+_VARIABLE = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
+_COLOUR = re.compile("|".join(_VARIABLE))
+_FONT = re.compile(r"font: ([\w ]*?)([\d.]+)px [^;\"]*")
+_NOISE = re.compile(
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", re.DOTALL
+)
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: small, selectable, in the font of the page
+    "font.size": 12,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.linewidth": 1.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "path.simplify": False,  # points were chosen before
+    "text.parse_math": False,  # a $ in a name is a $
+    "axes.unicode_minus": True,
+}
+
+
+def figure(width: int, height: int) -> Figure:
+    """An empty figure of so many pixels. Make it and all that is in it within `style()`."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Settings that a figure is made with, whatever the user's own are."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(
+            f"the plots of a report need matplotlib, which cannot be imported ({error}).\n"
+            "To fix: pip install matplotlib, or pip install --upgrade --force-reinstall safetrain."
+        ) from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+def render(drawn: Figure, name: str, title: str) -> str:
+    """The `<svg>` element. `name` keeps its inner references apart from those of others on the page; `title` is for readers
+    that cannot see it."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        drawn.savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    text = _NOISE.sub("", out.getvalue()).strip()
+    text = text.replace(' target="_blank"', "")  # links stay on the page
+    text = _COLOUR.sub(lambda found: _VARIABLE[found[0]], text)
+    text = _FONT.sub(lambda found: f"{_weight(found[1])}font-size: {found[2]}px", text)
+    text = re.sub(r'\b(id="|url\(#|href="#)(?!incident)', rf"\g<1>{name}-", text)
+    text = re.sub(
+        r'(<svg\b[^>]*?) width="[^"]*"',
+        lambda found: f'{found[1]} role="img" aria-label="{escape(title)}"',
+        text,
+        count=1,
+    )
+    text = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def _weight(words: str) -> str:
+    return "font-weight: bold; " if "bold" in words else ""

@@ -1,0 +1,147 @@
+"""How a run went, in a sentence or two, and the numbers that go with it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .incidents import as_number
+from .run import Run
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tone: str
+    """`good`, `warn`, `bad`, or `calm` while it goes on."""
+    word: str
+    sentence: str
+    next: str = ""
+    """The command to go on with."""
+
+
+def verdict(run: Run) -> Verdict:
+    committed = f"{run.num_committed:,} step{'s' * (run.num_committed != 1)} committed"
+    resume = f"safetrain resume {shlex.quote(str(run.directory))}"
+    troubles = _troubles(run)
+    if run.status == "done":
+        if not run.incidents:
+            what = f"{committed}, none refused{_overflows(run)}{_final_loss(run)}."
+            return Verdict("good", "Healthy", f"{_capital(what)}")
+        return Verdict("warn", "Finished", f"{_capital(committed)}, with {troubles}{_final_loss(run)}.")
+    if run.status == "stopped":
+        last = run.incidents.last
+        why = f": {'; '.join(last.decision.reasons)}" if last is not None and last.decision.reasons else ""
+        at = f" at step {last.step:,}" if last is not None else ""
+        return Verdict("bad", "Stopped", f"A guard stopped the run{at}{why}. {_capital(committed)}, with {troubles}.")
+    if run.status == "running":
+        return Verdict(
+            "calm", "Running", f"Still going on: {committed} so far, with {troubles}{_final_loss(run, 'last')}."
+        )
+    words = {
+        "interrupted": ("warn", "Interrupted", "A signal ended the run, and its state was saved"),
+        "paused": ("warn", "Paused", "Its time (loop.max_hours) was up, and its state was saved"),
+        "error": ("bad", "Failed", "An exception in the model, the data or the loss ended the run"),
+    }
+    lost = ("bad", "Cut off", "The run ended without a word: its process was killed, or the machine went down")
+    tone, word, what = words.get(run.status, lost)
+    return Verdict(tone, word, f"{what}. {_capital(committed)}, with {troubles}{_final_loss(run, 'last')}.", resume)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _troubles(run: Run) -> str:
+    """`3 incidents (2 repaired, 1 skipped): division_by_zero at model.py:12 (2×) and …`."""
+    if not run.incidents:
+        return "no incidents"
+    words = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "fatal"}
+    actions = ", ".join(
+        f"{count:,} {words.get(action, action)}" for action, count in run.incidents.actions.most_common()
+    )
+    causes: Counter[str] = Counter()
+    for (label, place), count in run.incidents.by_cause.items():
+        causes[f"{label}{f' at {place}' if place else ''}"] += count
+    most = [f"{cause}{f' ({count:,}×)' if count > 1 else ''}" for cause, count in causes.most_common(4)]
+    more = f" and {len(causes) - 4} more" if len(causes) > 4 else ""
+    plural = "s" * (run.incidents.count != 1)
+    return f"{run.incidents.count:,} incident{plural} ({actions}): {', '.join(most)}{more}"
+
+
+def _overflows(run: Run) -> str:
+    count = run.outcomes["overflow"]
+    return f" but for {count:,} that the fp16 loss scaler skipped while it looked for its scale" if count else ""
+
+
+def _final_loss(run: Run, word: str = "final") -> str:
+    value = as_number(run.end.get("final_loss", run.loss.last))
+    return f"; {word} loss {number(value)}" if isinstance(value, (int, float)) and (run.loss or run.end) else ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of the summary."""
+
+    label: str
+    value: str
+    hint: str = ""
+    tone: str = ""
+
+
+def figures(run: Run) -> list[Figure]:
+    best = _best(run)
+    skipped = run.num_skipped
+    shown = [
+        Figure("steps committed", f"{run.num_committed:,}", f"of {run.num_attempted:,} attempted"),
+        Figure("incidents", f"{run.incidents.count:,}", _by_action(run), "bad" if run.incidents else "good"),
+        Figure("skipped", f"{skipped:,}", _overflow_hint(run), "warn" if skipped > run.outcomes["overflow"] else ""),
+        Figure("rollbacks", f"{run.num_rollbacks:,}", "", "bad" if run.num_rollbacks else ""),
+        Figure("final loss", number(as_number(run.end.get("final_loss", run.loss.last))), "of the last committed step"),
+    ]
+    if best:
+        shown.append(best)
+    if run.lowest_lr_scale < 1.0:
+        shown.append(Figure("learning rate", f"×{run.lowest_lr_scale:.3g}", "at its lowest, by backoff", "warn"))
+    if isinstance(seconds := run.end.get("seconds"), (int, float)) and 0 <= seconds < 1e12:
+        shown.append(Figure("time", duration(seconds), f"{run.num_attempted / max(seconds, 1e-9):,.3g} steps/s"))
+    return shown
+
+
+def _by_action(run: Run) -> str:
+    words = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "fatal"}
+    return ", ".join(f"{count:,} {words.get(action, action)}" for action, count in run.incidents.actions.most_common())
+
+
+def _overflow_hint(run: Run) -> str:
+    return f"{run.outcomes['overflow']:,} by the fp16 scaler" if run.outcomes["overflow"] else ""
+
+
+def _best(run: Run) -> Figure | None:
+    record = next((evaluation for evaluation in reversed(run.evaluations) if evaluation.get("best")), None)
+    if record is None:
+        return None
+    metrics = {name: as_number(value) for name, value in record.items() if name not in ("step", "best")}
+    name = next(iter(metrics), None)
+    if name is None:
+        return None
+    return Figure(f"best eval {name}", number(metrics[name]), f"at step {record['step']:,}")
+
+
+def number(value: Any) -> str:
+    """NaN and Inf by their names."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+inf" if value > 0 else "−inf"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}".replace("-", "−")
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

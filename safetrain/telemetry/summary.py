@@ -1,0 +1,163 @@
+"""What a run came to, in a few labelled lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..incident import Incident
+from ..incident_report import as_typed, counted
+from ..result import FitResult
+
+NUM_STEPS = 8
+"""Steps of incidents that are listed for each cause; the rest is counted."""
+
+
+def headline(result: FitResult) -> str:
+    """`done: 180 steps committed, 0 skipped, final loss 2.3003, 6.8 s`."""
+    numbers = f"{result.steps} steps committed, {result.skipped} skipped"
+    if result.overflows:
+        numbers += f" ({result.overflows} of them fp16 scaler overflows)"
+    return f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {duration(result.seconds)}"
+
+
+def summary_rows(result: FitResult) -> list[tuple[str, str]]:
+    """Labels and texts; a row without a label goes on with the one before."""
+    return [
+        *_best(result),
+        *_incidents(result),
+        *_recovery(result),
+        *_permanent(result),
+        *_cost(result),
+        *_checkpoint(result),
+    ]
+
+
+def next_commands(result: FitResult) -> list[tuple[str, str]]:
+    """What to run next, and what for."""
+    run = result.run_dir
+    if run is None:
+        return []
+    commands = []
+    if result.status in ("paused", "interrupted", "error") and result.checkpoints.get("newest"):
+        commands.append((f"safetrain resume {run}", "go on exactly where it was"))
+    if result.incidents:
+        commands.append((f"safetrain diagnose {run}", "the incidents at length, newest first"))
+    return [
+        *commands,
+        (f"safetrain report {run}", "the whole run as one HTML page"),
+        (f"tensorboard --logdir {run}", "loss, gradient norm and incidents as curves"),
+    ]
+
+
+def _best(result: FitResult) -> Iterator[tuple[str, str]]:
+    if result.best is not None:
+        metrics = ", ".join(f"{name} {value:.5g}" for name, value in result.best.items() if name != "step")
+        yield "best", f"{metrics} (evaluated at step {int(result.best['step'])})"
+
+
+def _incidents(result: FitResult) -> Iterator[tuple[str, str]]:
+    """By cause and place, the most frequent first."""
+    if not result.incidents:
+        yield "incidents", "none"
+        return
+    groups: dict[str, list[Incident]] = {}
+    for incident in result.incidents:
+        groups.setdefault(_kind(incident), []).append(incident)
+    steps = _listed([incident.step for incident in result.incidents])
+    yield "incidents", f"{len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents"
+    for kind, incidents in sorted(groups.items(), key=lambda item: -len(item[1])):
+        outcomes: dict[str, int] = {}
+        for incident in incidents:
+            outcome = _OUTCOMES[incident.decision.action]
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        yield "", f"{len(incidents)} x {kind}: {told}"
+
+
+_OUTCOMES = {
+    "none": "examined",
+    "commit": "repaired",
+    "skip": "skipped",
+    "rollback": "rolled back",
+    "stop": "stopped the run",
+}
+
+
+def _kind(incident: Incident) -> str:
+    origin = incident.origin
+    place = f" at {as_typed(origin.file)}:{origin.line}" if origin.file is not None and origin.line is not None else ""
+    label = incident.cause.label if incident.cause.label != "unknown" else f"caught by {incident.trigger.guard}"
+    return f"{label}{place}"
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:NUM_STEPS])) + (", …" if len(steps) > NUM_STEPS else "")
+
+
+def _recovery(result: FitResult) -> Iterator[tuple[str, str]]:
+    seconds = result.timing.get("recovery", 0.0)
+    if not result.incidents and not result.rollbacks:
+        return
+    undone = f", {counted(result.steps_undone, 'committed step')} undone" if result.rollbacks else ""
+    lost = f"{duration(seconds)}{_share(seconds, result)} lost to recovery"
+    yield "recovery", f"{counted(result.rollbacks, 'rollback')}{undone}, {lost}"
+
+
+def _permanent(result: FitResult) -> Iterator[tuple[str, str]]:
+    """What recovery has changed, and how to keep it."""
+    if result.islands:
+        yield "float32", "kept in float32 by recovery; to make it permanent, add to the config:"
+        for line in result.islands["yaml"].rstrip().splitlines():
+            yield "", f"  {line}"
+    for patch in result.patches:
+        names = ", ".join(patch["operations"] or ["what is unsafe"])
+        yield (
+            "patched",
+            f"{names} at {patch['file']}:{patch['line']} ran as its safe variant, {patch['num_uses']} times",
+        )
+        yield "", f"  {patch['code']}"
+        yield "", f"  to make it permanent: {patch['fix']}"
+    if result.quarantined:
+        samples = counted(len(result.quarantined), "sample")
+        yield "quarantine", f"{samples} left out, listed in {result.run_dir}/quarantine.jsonl"
+
+
+def _cost(result: FitResult) -> Iterator[tuple[str, str]]:
+    spent = {name: seconds for name, seconds in result.timing.items() if name in ("evaluation", "saving")}
+    parts = [f"guards {_percent(result.timing.get('guards', 0.0), result)} of the time"]
+    parts += [f"{name} {duration(seconds)}" for name, seconds in spent.items()]
+    if kept := result.snapshots:
+        copies = counted(int(kept["num_taken"]), "snapshot")
+        parts.append(f"{copies} {duration(kept['seconds'])} ({kept['bytes'] / 2**20:.1f} MB of memory)")
+    yield "cost", ", ".join(parts)
+
+
+def _checkpoint(result: FitResult) -> Iterator[tuple[str, str]]:
+    if newest := result.checkpoints.get("newest"):
+        sound = "verified" if result.checkpoints.get("verified") else "DAMAGED: it differs from what was written"
+        yield "checkpoint", f"{result.run_dir}/checkpoints/{newest}, {sound}"
+
+
+def _share(seconds: float, result: FitResult) -> str:
+    return f" ({_percent(seconds, result)})" if result.seconds > 0 else ""
+
+
+def _percent(seconds: float, result: FitResult) -> str:
+    return f"{100 * seconds / result.seconds:.1f}%" if result.seconds > 0 else "0%"
+
+
+def duration(seconds: float) -> str:
+    """`0.04 s`, `6.8 s`, `12:05`, `3:10:00`."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """`0:05`, `12:05`, `3:10:00`, `2 d 3:10:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour}:{minute:02}:{second:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

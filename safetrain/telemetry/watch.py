@@ -1,0 +1,159 @@
+"""Looks at the weights around an update now and then: how far it moves them, and how they are distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .sink import Sink
+
+if TYPE_CHECKING:
+    from .sink import Telemetry
+    from .vitals import Vitals
+
+SECONDS = 2.0
+"""Between two measurements of the update, which take about a millisecond."""
+NUM_TENSORS, NUM_VALUES = 32, 1024
+"""Of how many tensors, and how many values of each, the update is estimated from."""
+
+
+class UpdateRatio:
+    """‖update‖ / ‖weights‖ over all trained parameters, estimated from a part of their values.
+
+    About 1e-3 is usual; much more and training is about to go astray, much less and it does not move.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        every = max(1, len(parameters) // NUM_TENSORS)
+        filled = [_local(p) for p in parameters[::every] if _local(p).numel()]
+        chosen = [p for p in filled if p.device == filled[0].device][:NUM_TENSORS]
+        self._samples = [(p, max(1, p.numel() // NUM_VALUES)) for p in chosen]
+        self._shares: Tensor | None = None
+        self._before: Tensor | None = None
+        self._pair: Arriving | None = None
+        self._due_at = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        return perf_counter() >= self._due_at
+
+    def before_update(self) -> None:
+        if self.is_due and self._samples:
+            self._before = self._values()
+
+    def after_update(self) -> None:
+        if self._before is None:
+            return
+        if self._shares is None:  # each value stands for all that were passed over, up to the next one
+            counts = [-(-p.numel() // stride) for p, stride in self._samples]
+            shares = torch.tensor([float(stride) for _, stride in self._samples], device=self._before.device).sqrt()
+            self._shares = shares.repeat_interleave(torch.tensor(counts, device=shares.device))
+        moved = (self._values() - self._before) * self._shares
+        self._pair = Arriving(torch.stack([moved.norm(), (self._before * self._shares).norm()]))
+        self._before, self._due_at = None, perf_counter() + SECONDS
+
+    def _values(self) -> Tensor:
+        """Evenly spread over each tensor, in one vector of their own."""
+        return torch.cat([tensor.detach().reshape(-1)[::stride].float() for tensor, stride in self._samples])
+
+    def read(self) -> float:
+        """Of the newest update that was looked at; NaN when there is none new."""
+        if self._pair is None or not self._pair.is_here:
+            return math.nan
+        (moved, weights), self._pair = self._pair.numbers, None
+        return moved / weights if weights > 0 else math.nan
+
+
+class Arriving:
+    """Numbers on their way from the device: nobody waits for them, so they are no host read that a step has to pay for."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event = None
+        self._numbers = numbers.detach()
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def numbers(self) -> list[float]:
+        values: list[float] = self._numbers.cpu().numpy().tolist()
+        return values
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _weights_and_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
+            if tensor is not None and tensor.is_floating_point() and tensor.numel() and not tensor.is_sparse:
+                found[f"tensors/{kind}/{name}"] = _local(tensor).detach()
+    return found
+
+
+@contextmanager
+def watching(
+    model: nn.Module,
+    optimizer: Optimizer,
+    telemetry: Telemetry,
+    step: Callable[[], int],
+    histograms_every: int | None = None,
+) -> Iterator[None]:
+    """Look at updates until the end of the block. Nothing is changed, and no random number drawn.
+
+    The hooks are there only for an update that is looked at: an optimizer that has hooks takes longer (see `stepping`).
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+    ratio = UpdateRatio(trained)
+    num_shown = 0
+    telemetry.vitals.gauges["health/update_ratio"] = ratio.read
+
+    def before(*_: Any) -> None:
+        if telemetry.is_busy:  # an update that is only tried
+            return
+        nonlocal num_shown
+        ratio.before_update()
+        if histograms_every is not None and step() // histograms_every >= num_shown:
+            num_shown = step() // histograms_every + 1
+            telemetry.tensors(_weights_and_gradients(model), step())
+
+    def after(*_: Any) -> None:
+        ratio.after_update()
+        if histograms_every is None and not ratio.is_due:
+            handles.close()
+
+    def listen() -> None:
+        handles.callback(optimizer.register_step_pre_hook(before).remove)
+        handles.callback(optimizer.register_step_post_hook(after).remove)
+
+    class Listener(Sink):
+        def refreshed(self, vitals: Vitals) -> None:
+            if histograms_every is None and ratio.is_due:
+                handles.close()
+                listen()
+
+    handles, listener = ExitStack(), Listener()
+    telemetry.sinks.append(listener)
+    listen()
+    try:
+        yield
+    finally:
+        handles.close()
+        telemetry.sinks.remove(listener)
+        del telemetry.vitals.gauges["health/update_ratio"]

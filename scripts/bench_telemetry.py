@@ -1,0 +1,162 @@
+"""What does it cost to be told of a run? See `scripts/bench_telemetry --help`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pty
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+from torch import nn
+
+from safetrain import SafeTrainer
+from safetrain.telemetry import Telemetry
+from safetrain.telemetry.watch import UpdateRatio
+
+LIMIT = 0.02
+BLOCK = 50
+"""Steps that are timed together: a second, in which everything that is told at intervals happens several times."""
+
+
+class Work(nn.Module):
+    """A small network, with as many multiplications beside it as a step of the wanted length takes."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 1))
+        self._matrix = torch.randn(256, 256)
+        self._num_rounds = 1
+        begin, rounds = time.process_time(), 200
+        for _ in range(rounds):
+            self._matrix @ self._matrix
+        self._num_rounds = max(1, round(milliseconds / 1000 * rounds / (time.process_time() - begin)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self._num_rounds):
+            self._matrix @ self._matrix
+        return self.layers(x)
+
+
+class Timed(SafeTrainer):
+    """Takes turns: a block of steps with everyone told, a block with nobody. What telling takes is also timed where it happens."""
+
+    telling = 0.0
+    """Processor time of the training's own thread in which someone was told something, or looked at the weights for it."""
+    blocks: dict[bool, list[float]]
+    """Processor time of the blocks, of all threads: with everyone told, and with nobody."""
+
+    def on_commit(self, view: Any) -> None:
+        if view.step == 0:
+            self.told, self.silent = self.run.telemetry, Telemetry()
+            self.silent.stepped = lambda record: None  # type: ignore[method-assign]
+            self.blocks = {True: [], False: []}
+            self.run.stepped = self.timed(self.run.stepped)  # type: ignore[method-assign]
+            for name in ("before_update", "after_update"):
+                setattr(UpdateRatio, name, self.timed(getattr(UpdateRatio, name)))
+        if (view.step + 1) % BLOCK:
+            return
+        now = time.process_time()
+        is_told = self.run.telemetry is self.told
+        if view.step >= 2 * BLOCK:  # the first two warm up
+            self.blocks[is_told].append(now - self.begin)
+        else:
+            self.telling = 0.0
+        self.run.telemetry = self.silent if is_told else self.told
+        self.told.is_busy = is_told  # nobody looks at the weights then, either
+        self.begin = time.process_time()
+
+    def timed(self, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                if self.run.telemetry is self.told:
+                    self.telling += time.thread_time() - begin
+
+        return call
+
+
+class Writers:
+    """Processor time of the threads that write TensorBoard's events, noted when they end."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        plain = _AsyncWriterThread.run
+
+        def noted(thread: Any) -> None:
+            plain(thread)
+            self.seconds += time.thread_time()
+
+        _AsyncWriterThread.run = noted
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def terminal() -> Any:
+    """A file that is a terminal, on which nobody looks."""
+    controller, screen = pty.openpty()
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(controller, 65536):
+                pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    return os.fdopen(screen, "w")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/bench_telemetry", description=__doc__)
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="length of a step (default 20)")
+    parser.add_argument("--pairs", type=int, default=15, help="blocks of each kind (default 15)")
+    parser.add_argument("--console", choices=["live", "plain", "off"], default="live")
+    parser.add_argument("--no-tensorboard", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Work(options.milliseconds)
+    batches = [(torch.randn(32, 64), torch.randn(32, 1)) for _ in range(BLOCK)]
+    stdout, steps = sys.stdout, BLOCK * 2 * (options.pairs + 1)
+    with tempfile.TemporaryDirectory() as directory:
+        config = {
+            "loop": {"max_steps": steps},
+            "logging": {
+                "console": {"live": "auto"}.get(options.console, options.console),
+                "tensorboard": not options.no_tensorboard,
+            },
+            "checkpoint": {"every_steps": None, "snapshot_every": None},
+        }
+        trainer = Timed(model, loss_fn=nn.MSELoss(), train_data=batches, config=config, run_dir=Path(directory) / "run")
+        with terminal() if options.console == "live" else open(os.devnull, "w") as sys.stdout:
+            writers = Writers()
+            with writers:
+                trainer.fit()
+        sys.stdout = stdout
+    silent = statistics.median(trainer.blocks[False]) / BLOCK
+    num_told = BLOCK * len(trainer.blocks[True])
+    telling, writing = trainer.telling / num_told, writers.seconds / (num_told + BLOCK)
+    share = (telling + writing) / silent
+    by_turns = statistics.median(trainer.blocks[True]) / BLOCK / silent - 1
+    print(f"a step without telemetry    {1000 * silent:7.3f} ms of processor time")
+    print(f"telling, in its own thread  {1000 * telling:7.3f} ms")
+    print(f"writing TensorBoard events  {1000 * writing:7.3f} ms, in another thread")
+    print(f"share of the step           {100 * share:7.2f}%, limit {100 * LIMIT:.0f}%")
+    print(
+        f"  by turns                  {100 * by_turns:7.2f}% (told against not told, in blocks; a busy machine disturbs it)"
+    )
+    return 0 if share <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

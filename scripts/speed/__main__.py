@@ -1,0 +1,210 @@
+"""scripts/bench: see there for how to call it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from . import plots, rounds, startup, variants
+from .workloads import TITLES, WORKLOADS
+
+BASE, CLIP = "plain", "plain + clip"
+LIMITS = {"mlp": 1.10, "gpt": 1.02, "resnet": 1.02, "many": 1.10}
+"""SafeTrainer with its default guards against plain + clip, the same optimizer on both sides."""
+HEADER = ["variant", "ms/step", "fastest", "vs plain", "vs plain + clip", "in CPU time", "peak MB", "host reads/step"]
+ROUNDS = {"mlp": 30, "gpt": 6, "resnet": 6, "many": 6}
+SIZES = {"parameters": [10**4, 10**5, 10**6, 10**7, 10**8], "modules": [10, 100, 1000, 10_000]}
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        names = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ]
+        model = f"{names[0]}, {len(names)} cores, 1 thread used" if names else model
+    return {"date": str(date.today()), "cpu": model, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def bench(name: str, chosen: list[str], num_rounds: int) -> tuple[list[str], dict[str, Any]]:
+    """The table of a workload, and its numbers."""
+    timings = {t.variant: t for t in rounds.compare(chosen, name, 50, num_rounds, warmup=60)}
+    lines = [
+        f"### {TITLES[name]}",
+        "",
+        row(HEADER),
+        row(["---", *["---:"] * (len(HEADER) - 1)]),
+    ]
+    numbers: dict[str, Any] = {}
+    for variant, timing in timings.items():
+        with_clip = "plain + clip, fused" if "fused" in variant else CLIP
+        numbers[variant] = {
+            "median_ms": timing.median * 1e3,
+            "min_ms": timing.least * 1e3,
+            "ratio": timing.ratio(timings[BASE]),
+            "ratio_to_clip": timing.ratio(timings[with_clip]),
+            "min_ratio_to_clip": timing.least / timings[with_clip].least,
+            "cpu_ratio": timing.cpu_ratio(timings[BASE]),
+            "cpu_ratio_to_clip": timing.cpu_ratio(timings[with_clip]),
+            "reads": rounds.host_reads(variant, name) if name == "mlp" else None,
+            **timing.about,
+        }
+        each = numbers[variant]
+        shown = [each["ratio"], each["ratio_to_clip"], each["cpu_ratio_to_clip"]]
+        cells = [f"{each['median_ms']:.3f}", f"{each['min_ms']:.3f}", *(f"{ratio:.3f}" for ratio in shown)]
+        reads = "" if each["reads"] is None else f"{each['reads']:.2f}"
+        lines.append(row([variant, *cells, f"{each['peak_mb']:.0f}", reads]))
+    verdict = numbers["safetrain"]["ratio_to_clip"]
+    noise = abs(numbers["plain again (A/A)"]["ratio"] - 1) if "plain again (A/A)" in numbers else float("nan")
+    is_reached = "reached" if verdict <= LIMITS[name] else "missed"
+    lines += [
+        "",
+        f"Default guards: {verdict:.3f}x of plain + clip ({numbers['safetrain']['cpu_ratio_to_clip']:.3f}x in CPU time); "
+        f"the target is {LIMITS[name]:.2f}x: {is_reached}. Noise floor (A/A): {100 * noise:.1f}%.",
+        "",
+    ]
+    for peer in (p for p in variants.PEERS if p in numbers):
+        wall, cpu = timings[peer].ratio(timings["safetrain"]), timings[peer].cpu_ratio(timings["safetrain"])
+        lines.append(
+            f"- {peer}, unguarded: {wall:.2f}x of SafeTrainer's time with default guards ({cpu:.2f}x in CPU time)"
+        )
+    return [*lines, ""], numbers
+
+
+def phase_table(name: str) -> tuple[list[str], dict[str, float]]:
+    times = rounds.phases(name)
+    lines = [f"### Time by phase, {TITLES[name]}", "", row(["phase", "µs, median"]), row(["---", "---:"])]
+    return [*lines, *(row([phase, f"{seconds * 1e6:.0f}"]) for phase, seconds in times.items()), ""], times
+
+
+def scale(kind: str, largest: int, num_rounds: int) -> tuple[list[str], list[dict[str, Any]]]:
+    lines = [
+        row([kind, "plain + clip, ms", "safetrain, ms", "ratio", "in CPU time", "extra MB", "snapshots, MB"]),
+        row(["---:"] * 7),
+    ]
+    points = []
+    for count in (n for n in SIZES[kind] if n <= largest):
+        few = count >= 10**7 or (kind == "modules" and count >= 10**4)
+        chosen = ["plain + clip, fused", "safetrain, fused"]
+        plain, ours = rounds.compare(chosen, f"{kind}:{count}", 50, 2 if few else num_rounds, warmup=55 if few else 100)
+        extra = ours.about["peak_mb"] - plain.about["peak_mb"]
+        points.append(
+            {
+                "count": count,
+                "plain_ms": plain.median * 1e3,
+                "ours_ms": ours.median * 1e3,
+                "ratio": ours.ratio(plain),
+                "cpu_ratio": ours.cpu_ratio(plain),
+                "extra_mb": extra,
+                "snapshot_mb": ours.about["snapshot_mb"],
+            }
+        )
+        p = points[-1]
+        cells = [
+            f"{p['plain_ms']:.3f}",
+            f"{p['ours_ms']:.3f}",
+            f"{p['ratio']:.3f}",
+            f"{p['cpu_ratio']:.3f}",
+            f"{extra:.0f}",
+            f"{p['snapshot_mb']:.0f}",
+        ]
+        lines.append(row([f"{count:,}", *cells]))
+        print(lines[-1], flush=True)
+    return [*lines, ""], points
+
+
+def soak(num_steps: int) -> tuple[list[str], dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "speed.soak", str(num_steps)], capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout)
+    lines = [
+        f"### {told['steps']:,} tiny steps, by tenths",
+        "",
+        row(["tenth", "µs/step", "resident MB", "journal MB"]),
+        row(["---:"] * 4),
+    ]
+    for index, tenth in enumerate(told["tenths"], 1):
+        cells = [f"{tenth['us_per_step']:.0f}", f"{tenth['resident_mb']:.0f}", f"{tenth['journal_mb']:.1f}"]
+        lines.append(row([str(index), *cells]))
+    return [*lines, ""], told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--variants", nargs="*", help="names as in the table; all that are installed by default")
+    parser.add_argument("--rounds", type=int, help="windows of 50 steps for each variant")
+    parser.add_argument("--scaling", action="store_true", help="parameters and modules instead of the table")
+    parser.add_argument("--largest", type=int, default=10**8, help="with --scaling: the largest count to try")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead of the table")
+    parser.add_argument("--startup", action="store_true", help="the way to the first step instead of the table")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    lines, numbers = (
+        [f"{about['date']}, {about['cpu']}, Python {about['python']}, torch {about['torch']}", ""],
+        {"machine": about},
+    )
+    kind = "table"
+    if asked.startup:
+        kind = "startup"
+        with tempfile.TemporaryDirectory() as folder:
+            numbers[kind] = told = startup.measure(asked.rounds or 5, folder)
+        lines.append(
+            f"To the first step of fit: {told['fit']:.2f} s; import torch, accelerate and the model: {told['import']:.2f} s; ratio {told['ratio']:.2f} (fastest: {told['least_ratio']:.2f})"
+        )
+    elif asked.soak:
+        kind = "soak"
+        more, numbers[kind] = soak(asked.soak)
+        lines += more
+    elif asked.scaling:
+        kind = "scaling"
+        series = {}
+        for each in SIZES:
+            more, numbers[each] = scale(each, asked.largest, asked.rounds or 6)
+            lines += more
+            series[each] = [(p["count"], p["ratio"]) for p in numbers[each]]
+        draw(plots.scaling, asked.out / "scaling.svg", series)
+    else:
+        ratios = {}
+        for name in asked.workloads:
+            chosen = [
+                v for v in variants.installed() if not asked.variants or v in (*asked.variants, BASE, CLIP, "safetrain")
+            ]
+            more, numbers[name] = bench(name, chosen, asked.rounds or ROUNDS[name])
+            print("\n".join(more), flush=True)
+            ratios[TITLES[name]] = {v: numbers[name][v]["ratio"] for v in chosen if "again" not in v}
+            lines += more
+        more, numbers["phases"] = phase_table(asked.workloads[0])
+        lines += more
+        draw(plots.ratios, asked.out / "ratios.svg", ratios, BASE)
+    (asked.out / f"{kind}.md").write_text("\n".join(lines) + "\n")
+    (asked.out / f"{kind}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    print("\n".join(lines))
+
+
+def draw(plot: Any, path: Path, *what: Any) -> None:
+    try:
+        plot(path, *what)
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install -e .[bench])", file=sys.stderr)
+
+
+main()

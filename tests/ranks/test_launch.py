@@ -1,0 +1,135 @@
+"""The same config under `--nproc`, `torchrun` and by itself; what was asked for and is not in effect is an error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from safetrain.cli.main import run
+from safetrain.config.schema import LoopConfig
+from safetrain.engine import Engine, num_processes_asked
+from safetrain.errors import UsageError
+from safetrain.launch import without_option
+
+CODE = """
+import os
+import torch
+
+def loss(model, batch, fail_on=-1, kind="user"):
+    rank = int(os.environ.get("RANK", 0))
+    if rank == fail_on:
+        raise KeyError("a mistake in user code")
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return x, x.sum().reshape(1)
+"""
+CONFIG = """
+seed: 1
+model: {_target_: torch.nn.Linear, in_features: 6, out_features: 1}
+data: {train: {_target_: "./code.py:Data"}, batch_size: 4}
+loss: {_target_: "./code.py:loss"}
+loop: {max_steps: 6, device: cpu}
+logging: {tensorboard: false, console: json}
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def started(project, *command, timeout=150):
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_nproc_trains_with_one_log_per_rank_and_one_journal(project):
+    done = started(project, "-m", "safetrain", "fit", "c.yaml", "--nproc", "2", "--out", "run", "loop.device=auto")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines[0]["world_size"] == 2
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(6))
+    logs = sorted(path.name for path in (project / "run/logs/1").iterdir())
+    assert [name for name in logs if "stdout" in name] == ["rank-0.stdout.log", "rank-1.stdout.log"]
+    assert (project / "run/logs/1/rank-1.stdout.log").read_text() == ""
+
+
+def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
+    done = started(project, "-m", "safetrain", "fit", "c.yaml", "--nproc=2", "--out", "run", "loss.fail_on=1")
+    assert done.returncode == 1
+    assert "rank 1 failed first, with exit code 1" in done.stderr
+    assert "KeyError: 'a mistake in user code'" in done.stderr
+    assert "ChildFailedError" not in done.stderr
+
+
+def test_torchrun(project):
+    arguments = ["--nproc-per-node", "2", "-m", "safetrain", "fit", "c.yaml", "--out", "run"]
+    done = started(project, "-m", "torch.distributed.run", "--standalone", *arguments)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((project / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 6)
+
+
+def test_a_mistake_in_the_config_is_told_once_and_starts_nothing(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert run(["fit", "c.yaml", "--nproc", "2", "--out", "run", "loop.max_step=3"]) == 2
+    assert "max_steps" in capsys.readouterr().err
+    assert not (project / "run").exists()
+
+
+def test_nproc_inside_a_launcher_is_an_error(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("RANK", "0")
+    assert run(["fit", "c.yaml", "--nproc", "2", "--out", "run"]) == 2
+    assert "leave --nproc out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (["fit", "c.yaml", "--nproc", "2", "-q"], ["fit", "c.yaml", "-q"]),
+        (["fit", "--nproc=2", "c.yaml"], ["fit", "c.yaml"]),
+        (["fit", "c.yaml"], ["fit", "c.yaml"]),
+    ],
+)
+def test_without_option(given, left):
+    assert without_option(given, "--nproc") == left
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "train.py"], 2),
+        (["accelerate", "launch", "--num_processes=4", "train.py"], 4),
+        (["accelerate", "launch", "train.py"], None),
+        (["python", "launch", "--num_processes", "2"], None),
+        (["bash"], None),
+    ],
+)
+def test_what_accelerate_was_asked_for(words, asked):
+    assert num_processes_asked(words) == asked
+
+
+def test_a_number_of_processes_that_is_not_there_is_an_error():
+    with pytest.raises(UsageError, match="asks for 2 process"):
+        Engine(LoopConfig(device="cpu", num_processes=2))
+
+
+def test_fsdp_that_is_not_in_effect_is_an_error(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UsageError, match=r"loop\.strategy=fsdp"):
+        Engine(LoopConfig(device="cpu"))

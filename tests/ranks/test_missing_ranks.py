@@ -1,0 +1,122 @@
+"""A rank that hangs, dies or has no data: the others end too, and say which rank it was and where."""
+
+import os
+import signal
+import threading
+
+import torch
+from process_group import outcomes_of, run_ranks
+from small import make_batches, make_model, mse
+from torch.utils.data import Dataset
+
+from safetrain import SafeTrainer
+from safetrain.errors import RankError
+
+GUILTY = 1
+BAD_STEP = 3
+
+
+class Quiet(SafeTrainer):
+    fault = ""
+
+    def training_step(self, model, batch):
+        if self.engine.rank == GUILTY and self.step == BAD_STEP:
+            if self.fault == "hang":
+                threading.Event().wait(100)
+            if self.fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return mse(model, batch)
+
+    def on_commit(self, view):
+        if self.fault == "hook" and self.engine.rank == GUILTY and view.step == BAD_STEP:
+            raise LookupError("a mistake in a hook")
+
+
+class RaisingData(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if int(os.environ["RANK"]) == GUILTY and index >= 20:
+            raise OSError(f"sample {index} cannot be read")
+        return torch.randn(6), torch.randn(1)
+
+
+def trainer(fault, run_dir, data=None, **loop):
+    Quiet.fault = fault
+    model = make_model(dropout=0.0, norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = {
+        "loop": {"device": "cpu", **loop},
+        "data": {"batch_size": 2, "shuffle": False},
+        "logging": {"console": "off", "tensorboard": False},
+    }
+    data = make_batches(20) if data is None else data
+    return Quiet(model, optimizer=optimizer, train_data=data, config=config, run_dir=run_dir)
+
+
+def run(rank, fault, run_dir, timeout):
+    trainer(fault, run_dir, rank_timeout_seconds=timeout).fit()
+
+
+def test_a_rank_that_hangs_is_named_with_the_line_it_is_at(tmp_path):
+    outcome = outcomes_of(run, 2, "hang", str(tmp_path / "run"), 15.0, timeout=120)[0]
+    assert outcome.error == "RankError"
+    assert f"rank {GUILTY} is missing: in its forward pass of step {BAD_STEP}" in outcome.message
+    assert "threading.Event().wait(100)" in outcome.message
+    assert "rank_timeout_seconds" in outcome.message
+
+
+def test_a_rank_that_was_killed_is_named(tmp_path):
+    outcomes = outcomes_of(run, 3, "killed", str(tmp_path / "run"), 60.0, timeout=120)
+    for rank in (0, 2):
+        assert outcomes[rank].error == "RankError"
+        assert f"rank {GUILTY} is gone" in outcomes[rank].message
+
+
+def fail_in_hook(rank, run_dir):
+    """As a program would: a rank that raises leaves its process group."""
+    import torch.distributed as dist
+
+    made = trainer("hook", run_dir, rank_timeout_seconds=30.0)
+    try:
+        made.fit()
+    except LookupError:
+        dist.destroy_process_group()
+        raise
+
+
+def test_what_ended_a_rank_outside_of_its_step_is_told_by_the_others(tmp_path):
+    outcomes = outcomes_of(fail_in_hook, 2, str(tmp_path / "run"), timeout=60)
+    assert outcomes[GUILTY].error == "LookupError"
+    assert outcomes[0].error == "RankError"
+    assert f"rank {GUILTY} failed: LookupError: a mistake in a hook" in outcomes[0].message
+
+
+def run_data_faults(rank, directory):
+    """Two runs in the same processes: the first failure leaves all ranks in step."""
+    said = []
+    made = trainer("", f"{directory}/raising", RaisingData())
+    try:
+        made.fit()
+    except (OSError, RankError) as error:
+        said.append((type(error).__name__, str(error), made.run.result.steps))
+    made = trainer("", f"{directory}/uneven")
+    take, made.stream.take = made.stream.take, lambda count: [] if rank == GUILTY and made.step == 4 else take(count)
+    try:
+        made.fit()
+    except Exception as error:
+        said.append((type(error).__name__, str(error), made.run.result.steps))
+    return said
+
+
+def test_data_that_fails_or_ends_on_one_rank(tmp_path):
+    (raised, ended), (own, own_ended) = run_ranks(run_data_faults, 2, str(tmp_path), timeout=90)
+    assert own[0] == "OSError"
+    assert raised[0] == "RankError"
+    assert f"rank {GUILTY} raised OSError" in raised[1]
+    assert "cannot be read" in raised[1]
+    assert raised[2] == own[2]
+    assert (ended[0], own_ended[0]) == ("DataError", "DataError")
+    assert f"rank {GUILTY} had no more data at step 4" in ended[1]
+    assert ended[2] == own_ended[2] == 4

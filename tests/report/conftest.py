@@ -1,0 +1,34 @@
+"""A run with three kinds of incidents, steps that were skipped, evaluations and checkpoints; trained once for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from safetrain import SafeTrainer
+
+CONFIG = Path(__file__).with_name("sensors.yaml")
+
+
+def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
+    from safetrain.config import load
+
+    torch.set_num_threads(1)
+    config = load(str(CONFIG), ["logging.console=off", "logging.tensorboard=false", *changes]).config
+    SafeTrainer(config=config, run_dir=run_dir).fit(resume=resume)
+
+
+@pytest.fixture(scope="session")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("faulty") / "run"
+    train(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("healthy") / "run"
+    train(run_dir, "loop.max_steps=30", "loop.max_epochs=null")
+    return run_dir

@@ -1,0 +1,69 @@
+"""A report taken apart with the standard library's parser."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect"}
+
+
+class Parsed(HTMLParser):
+    """Its elements; fails on markup that is not closed in the order it was opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.text_of: dict[str, str] = {}
+        """Of every element that has an id."""
+        self._open: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"not closed: {self._open}"
+
+    @classmethod
+    def file(cls, path: Path) -> Parsed:
+        return cls(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.elements.append((tag, attributes))
+        if tag not in VOID:
+            self._open.append((tag, attributes.get("id")))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            opened, _ = self._open.pop()
+            assert opened == tag, f"</{tag}> closes <{opened}>"
+
+    def handle_data(self, data: str) -> None:
+        if any(tag in ("style", "script") for tag, _ in self._open):
+            return
+        self.text += data
+        for _, identity in self._open:
+            if identity is not None:
+                self.text_of[identity] = self.text_of.get(identity, "") + data
+
+    def all(self, tag: str, of_class: str | None = None) -> list[dict[str, str]]:
+        return [
+            a for t, a in self.elements if t == tag and (of_class is None or of_class in a.get("class", "").split())
+        ]
+
+    def check(self) -> None:
+        """Nothing from elsewhere, every link has its target, no name is used twice, and the only script is the report's."""
+        ids = [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
+        assert len(ids) == len(set(ids))
+        for tag, attributes in self.elements:
+            for name in ("href", "src", "xlink:href", "action", "data", "srcset"):
+                value = attributes.get(name, "#")
+                assert value.startswith(("#", "data:,")) or tag == "a", f"<{tag} {name}={value}>"
+                if value.startswith("#") and len(value) > 1:
+                    assert value[1:] in ids, f"{value} leads nowhere"
+            assert not any(name.startswith("on") for name in attributes), attributes
+        assert len(self.all("script")) == 1
+        assert not self.all("iframe")
+        assert not self.all("img")

@@ -1,0 +1,90 @@
+"""A long run neither slows down nor grows: what is kept of its steps is bounded, or on disk."""
+
+import gc
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from safetrain import SafeTrainer
+
+NUM_STEPS = 20_000
+
+
+@pytest.mark.slow
+def test_twenty_thousand_steps_keep_their_losses_and_nothing_else(tmp_path):
+    """The losses are one array, part of the result: eight bytes for each step, and no object."""
+    counts, blocks = [], []
+
+    class Watched(SafeTrainer):
+        def on_commit(self, view):
+            if view.step % (NUM_STEPS // 10) == NUM_STEPS // 10 - 1:
+                self.run.telemetry._flush()
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+                blocks.append(sys.getallocatedblocks())
+
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 4)
+    data = [(inputs, inputs.sum(1, keepdim=True))] * 10
+    model = nn.Linear(4, 1)
+    trainer = Watched(
+        model,
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        train_data=data,
+        config={
+            "loop": {"max_steps": NUM_STEPS, "device": "cpu"},
+            "logging": {"console": "off", "tensorboard": False},
+            "checkpoint": {"every_steps": NUM_STEPS // 2},
+        },
+        run_dir=tmp_path / "run",
+    )
+    result = trainer.fit()
+    assert result.steps == NUM_STEPS
+    # The first tenth fills windows and snapshots; later ones only end at other moments of the 50 steps between two of them.
+    assert max(counts[2:]) - min(counts[2:]) < 2000
+    assert max(blocks[2:]) - min(blocks[2:]) < 4000  # of memory; a single float kept of each step would be 14,000
+    assert trainer.run._losses.itemsize * len(trainer.run._losses) == 8 * NUM_STEPS
+    with open(tmp_path / "run" / "journal.jsonl") as journal:
+        assert sum(json.loads(line)["event"] == "step" for line in journal) == NUM_STEPS
+
+
+def test_a_step_of_a_later_epoch_makes_as_many_calls_as_one_of_the_second(tmp_path):
+    """Counted, not timed: calls of Python functions inside a step."""
+    calls = []
+
+    class Counted(SafeTrainer):
+        def run_step(self, window):
+            count = 0
+
+            def note(frame, event, argument):
+                nonlocal count
+                count += event == "call"
+
+            sys.setprofile(note)
+            try:
+                super().run_step(window)
+            finally:
+                sys.setprofile(None)
+            calls.append(count)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    inputs = torch.randn(8, 4)
+    trainer = Counted(
+        model,
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        train_data=[(inputs, inputs.sum(1, keepdim=True))] * 10,
+        config={"loop": {"max_steps": 600, "device": "cpu"}, "logging": {"console": "off", "tensorboard": False}},
+        run_dir=tmp_path / "run",
+    )
+    trainer.fit()
+    early, late = calls[100:200], calls[500:600]
+    assert min(late) <= min(early) + 2
+    assert sorted(late)[50] <= sorted(early)[50] + 2
+    assert sorted(late)[50] < 250  # Python calls in a healthy step, torch's own included
