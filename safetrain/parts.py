@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from . import assembly, gradients
+from . import assembly, gradients, stepping
 from .audit import Audit
 from .config import load_config
 from .config.targets import instantiate
@@ -94,6 +94,7 @@ class TrainerParts:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)
         self._is_uniform = gradients.are_uniform(self._parameters)
+        self._small_groups = stepping.small_groups(self.optimizer)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

@@ -224,7 +224,7 @@ class SafeTrainer(TrainerSession):
             gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            stepping.step(self.optimizer)
+            stepping.step(self.optimizer, self._small_groups)
         if before is not None:
             if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)
