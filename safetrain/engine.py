@@ -265,8 +265,10 @@ def _asked_of_accelerate() -> int | None:
 
 
 def num_processes_asked(words: Sequence[str]) -> int | None:
-    """Of a command line, if it is one of `accelerate launch`."""
-    if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
+    """Of a command line, if it is one of `accelerate launch`, by whatever name."""
+    at_once = any(word.endswith(("accelerate-launch", "accelerate.commands.launch")) for word in words)
+    in_two = "launch" in words and any("accelerate" in word for word in words[: words.index("launch")])
+    if not at_once and not in_two:
         return None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")

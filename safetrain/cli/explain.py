@@ -60,10 +60,15 @@ def _loop(config: Config) -> list[str]:
         drawing += [*_drawn(stage, stages[stage], "│ "), "│"]
     drawing += [
         "├─ refused: nothing moved; buffers as they were before the step, gradients cleared, an incident is written",
-        f"│           at most {config.recovery.max_refusals} times in a run, then it stops",
+        f"│           at most {config.recovery.max_refusals} times in {_budget_span(config)}, then it stops",
         "│",
     ]
     return [*drawing, *_drawn("commit", stages["commit"], "│ "), "│", *_drawn("learn", stages["learn"], "  ")]
+
+
+def _budget_span(config: Config) -> str:
+    span = config.recovery.budget_steps
+    return "a run" if span is None else f"{span:,} steps"
 
 
 def _drawn(stage: str, lines: list[str], below: str) -> list[str]:

@@ -94,12 +94,15 @@ class RecoveryConfig:
     ladder: list[str] = option(factory=lambda: list(LADDER))  # noqa: RUF009
     """The rungs, in the order in which they are tried after a refusal; a stop comes last by itself. A rung of your own is
     given as `package.module.Class` or `./file.py:Class`."""
+    budget_steps: int | None = option(10_000, ge=1)
+    """Refusals, retries, healed steps and rollbacks are counted over the last so many steps, so that rare trouble does not add up
+    to the end of a long run; null: over the whole run. What lasts (islands, patches, restarts) always is."""
     max_refusals: int = option(100, ge=0)
-    """Refused steps of the whole run after which it stops. A bad update is never accepted instead."""
+    """Refused steps within `budget_steps` after which the run stops. A bad update is never accepted instead."""
     max_retries: int = option(50, ge=0)
-    """Steps that may be run once more in the whole run, because their fault may be transient."""
+    """Steps that may be run once more within `budget_steps`, because their fault may be transient."""
     max_healed: int = option(10_000, ge=0)
-    """Steps that may be trained on without their bad samples or micro-batches in the whole run."""
+    """Steps that may be trained on without their bad samples or micro-batches within `budget_steps`."""
     quarantine_after: int | None = option(2, ge=1)
     """Incidents of the same sample after which it is left out of later epochs; null: never. Only for data given as a Dataset,
     and where `heal` has `samples`. Listed in `quarantine.jsonl`."""
@@ -108,7 +111,7 @@ class RecoveryConfig:
     max_patches: int = option(8, ge=0)
     """Operations that may be replaced by their safe variant in the whole run."""
     max_rollbacks: int = option(20, ge=0)
-    """Rollbacks in the whole run."""
+    """Rollbacks within `budget_steps`."""
     max_restarts: int = option(2, ge=0)
     """Restarts from the beginning at a lower learning rate in the whole run."""
 

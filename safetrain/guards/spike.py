@@ -25,7 +25,8 @@ class SpikeConfig:
     of_start: float = option(0.5, ge=0.0)
     """A spike is also at least this share of the loss at the start of training: below it, a hard batch is just a hard batch."""
     grad_ratio: float = option(1000.0, gt=1.0)
-    """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says."""
+    """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says, if it is also above
+    those of the first `warmup_steps`: at the end of training norms are tiny, and one as at its start does no harm."""
     window: int = option(50, ge=10)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
@@ -49,7 +50,7 @@ class Spike(Guard):
         super().__init__(config, **options)
         self.losses = Recent(self.config.window)
         self.norms = Recent(self.config.window)
-        self.start = 0.0
+        self.start = self.start_norm = 0.0
 
     def judge(self, view: StepView) -> Verdict:
         reason = self._loss_spike(view.loss)
@@ -102,10 +103,10 @@ class Spike(Guard):
     def _norm_spike(self, norm: float) -> str | None:
         if not math.isfinite(norm) or len(self.norms) < self.config.warmup_steps or norm <= self.norms.largest:
             return None
-        limit = self.config.grad_ratio * self.norms.center
-        return (
-            f"gradient norm {norm:.4g} is over {self.config.grad_ratio:g} times the usual" if norm > limit > 0 else None
-        )
+        limit = max(self.config.grad_ratio * self.norms.center, self.start_norm)
+        if not norm > limit > 0:
+            return None
+        return f"gradient norm {norm:.4g} is over {self.config.grad_ratio:g} times the usual {self.norms.center:.4g}"
 
     def learn(self, view: StepView, decision: Decision) -> None:
         if view.consecutive_refusals >= self.config.accept_after:
@@ -114,12 +115,20 @@ class Spike(Guard):
         if not self.losses and not self.start:
             self.start = abs(view.loss)
         self.losses.add(view.loss)
-        self.norms.add(min(view.grad_norm, view.limits.norm))
+        norm = min(view.grad_norm, view.limits.norm)
+        if math.isfinite(norm) and len(self.norms) < self.config.warmup_steps:
+            self.start_norm = max(self.start_norm, norm)
+        self.norms.add(norm)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self.losses.values), "norms": list(self.norms.values), "start": self.start}
+        return {
+            "losses": list(self.losses.values),
+            "norms": list(self.norms.values),
+            "start": self.start,
+            "start_norm": self.start_norm,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses = Recent(self.config.window, state["losses"])
         self.norms = Recent(self.config.window, state["norms"])
-        self.start = state["start"]
+        self.start, self.start_norm = state["start"], state["start_norm"]

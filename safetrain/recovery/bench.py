@@ -125,7 +125,7 @@ class Workbench:
         trainer, undoubted = self._trainer, case.decision.undoubted
         if case.is_late or undoubted.action is not Action.COMMIT:
             return False
-        if trainer.ladder.may_climb("restart") and self._confirms_a_doubt(case):
+        if trainer.ladder.may_climb("restart", case.view.step) and self._confirms_a_doubt(case):
             return False
         trainer.transaction.rewind()
         measurement, limits = trainer._attempt(case.window)
@@ -222,19 +222,22 @@ class Workbench:
         return self._trainer.last_good is not None and bool(self._trainer.last_good.window)
 
     def state_problem(self) -> str | None:
-        """What shows that the state is at fault: the last good window no longer gives a good loss. None when it does."""
-        trainer = self._trainer
-        if trainer.last_good is None or not trainer.last_good.window:
+        """What shows that the state is at fault: a window that was good lately gives a good loss no longer. None if they all do."""
+        trainer, good = self._trainer, self._trainer.last_good
+        if good is None or not good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
-        with undisturbed_rng():
-            loss = self._mean_loss(trainer.last_good.window)
-            peak = trainer.transaction.buffer_peak()
-        trainer.transaction.restore()
-        if trainer.engine.any_rank(peak is not None and not math.isfinite(float(peak))):
-            return "the last good batch makes a buffer non-finite too: the state is at fault, not the data"
-        if trainer.last_good.is_as_good(loss):
-            return None
-        return f"the last good batch has become bad too (loss {loss:.4g}): the state is at fault, not the data"
+        for window, name in ((good.window, "the last good batch"), (good.earlier, "a good batch of a few steps ago")):
+            if not window:
+                continue
+            with undisturbed_rng():
+                loss = self._mean_loss(window)
+                peak = trainer.transaction.buffer_peak()
+            trainer.transaction.restore()
+            if trainer.engine.any_rank(peak is not None and not math.isfinite(float(peak))):
+                return f"{name} makes a buffer non-finite too: the state is at fault, not the data"
+            if not good.is_as_good(loss):
+                return f"{name} has become bad too (loss {loss:.4g}): the state is at fault, not the data"
+        return None
 
     def _mean_loss(self, window: Sequence[Any]) -> float:
         """Over all ranks, without gradients. NaN if one of several ranks raises."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,9 +19,10 @@ class Ladder:
     def __init__(self, config: RecoveryConfig, rungs: Sequence[Rung] | None = None) -> None:
         self.config = config
         self.rungs = [make_rung(name) for name in config.ladder] if rungs is None else list(rungs)
-        self.spent: Counter[str] = Counter()
-        """How often each rung was climbed, by its purse; never rewound by a rollback."""
-        self.num_refused = 0
+        self.spent: dict[str, list[int]] = {}
+        """The steps at which each rung was climbed, by its purse; never rewound by a rollback."""
+        self.refused: list[int] = []
+        """The steps that were refused."""
 
     def settle(self, case: Case, bench: Bench) -> Settlement:
         """What was done about a refused step. Every rung that was passed over for a reason says so."""
@@ -33,42 +33,55 @@ class Ladder:
             if not self._allowed(rung) or not rung.fits(case):
                 continue
             budget = rung.budget(self.config)
-            if self.spent[rung.purse] >= budget:
+            if self._num_spent(rung, case.view.step) >= budget:
                 notes.append(f"{rung.name}: its budget of {budget} is spent")
                 continue
             outcome = rung.climb(case, bench)
             if isinstance(outcome, Settlement) or rung.failures_count:
-                self.spent[rung.purse] += 1
+                self.spent.setdefault(rung.purse, []).append(case.view.step)
             if isinstance(outcome, Settlement):
                 reasons = [*notes, *(f"{rung.name}: {reason}" for reason in outcome.reasons)]
-                return self._bounded(replace(outcome, reasons=reasons))
+                return self._bounded(replace(outcome, reasons=reasons), case.view.step)
             notes.append(f"{rung.name}: {outcome}")
         return Settlement(Action.STOP, [*notes, "recovery: nothing is left to try"])
 
-    def _bounded(self, outcome: Settlement) -> Settlement:
-        """Refusals are bounded over the run, and nothing bad is accepted when the budget is spent."""
+    def _bounded(self, outcome: Settlement, step: int) -> Settlement:
+        """Refusals are bounded, and nothing bad is accepted when the budget is spent."""
         if outcome.action is Action.COMMIT:
             return outcome
-        self.num_refused += 1
+        self.refused = [*self._recent(self.refused, step), step]
         limit = self.config.max_refusals
-        if self.num_refused <= limit:
+        if len(self.refused) <= limit:
             return outcome
-        reason = f"recovery: {self.num_refused} refused steps in this run, recovery.max_refusals is {limit}"
+        span = self.config.budget_steps
+        where = "this run" if span is None or step < span else f"the last {span} steps (recovery.budget_steps)"
+        reason = f"recovery: {len(self.refused)} refused steps in {where}, recovery.max_refusals is {limit}"
         return Settlement(Action.STOP, [*outcome.reasons, reason])
 
-    def may_climb(self, name: str) -> bool:
+    def may_climb(self, name: str, step: int) -> bool:
         """Whether a rung is on this ladder and within its budget."""
-        return any(rung.name == name and self.spent[rung.purse] < rung.budget(self.config) for rung in self.rungs)
+        return any(r.name == name and self._num_spent(r, step) < r.budget(self.config) for r in self.rungs)
+
+    def _num_spent(self, rung: Rung, step: int) -> int:
+        steps = self.spent.get(rung.purse, [])
+        if steps and not rung.lasts:
+            steps = self.spent[rung.purse] = self._recent(steps, step)
+        return len(steps)
+
+    def _recent(self, steps: list[int], step: int) -> list[int]:
+        span = self.config.budget_steps
+        return steps if span is None else [each for each in steps if each > step - span]
 
     def _allowed(self, rung: Rung) -> bool:
         is_ours = type(rung) in RUNGS.values()  # who puts one of their own on the ladder has allowed it
         return not (rung.changes_the_computation and is_ours) or rung.name in self.config.heal
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": dict(self.spent), "num_refused": self.num_refused}
+        return {"spent": {purse: list(steps) for purse, steps in self.spent.items()}, "refused": list(self.refused)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.spent, self.num_refused = Counter(state["spent"]), state["num_refused"]
+        self.spent = {purse: list(steps) for purse, steps in state["spent"].items()}
+        self.refused = list(state["refused"])
 
 
 def make_rung(name: str) -> Rung:

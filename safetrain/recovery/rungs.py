@@ -23,6 +23,8 @@ class Rung:
     """What its budget is spent from: its name, unless several rungs share one."""
     changes_the_computation: ClassVar[bool] = False
     """One of ours is then only used when `recovery.heal` lists it."""
+    lasts: ClassVar[bool] = False
+    """What it does stays for the rest of the run, and its budget is for all of it."""
     failures_count: ClassVar[bool] = True
     """Trying it costs something even if it does not help, so that counts too."""
 
@@ -34,7 +36,7 @@ class Rung:
             RUNGS[cls.name] = cls
 
     def budget(self, config: RecoveryConfig) -> int:
-        """How often this rung may be climbed in a run."""
+        """How often this rung may be climbed within `recovery.budget_steps`, or in the whole run if it `lasts`."""
         return config.max_retries
 
     def fits(self, case: Case) -> bool:
@@ -100,6 +102,7 @@ class Island(Rung):
     """Keep the module that overflows in half precision in float32 from now on."""
 
     changes_the_computation = True
+    lasts = True
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_islands
@@ -120,6 +123,7 @@ class Patch(Rung):
     """Run the safe variant of the operation at the blamed line, until the source is fixed."""
 
     changes_the_computation = True
+    lasts = True
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_patches
@@ -189,6 +193,7 @@ class Restart(Rollback):
     """Start again from the first snapshot at a lower learning rate, when nothing was learned yet."""
 
     to = "first"
+    lasts = True
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_restarts

@@ -167,9 +167,11 @@ def main() -> None:
         kind = "startup"
         with tempfile.TemporaryDirectory() as folder:
             numbers[kind] = told = startup.measure(asked.rounds or 5, folder)
-        lines.append(
-            f"To the first step of fit: {told['fit']:.2f} s; import torch, accelerate and the model: {told['import']:.2f} s; ratio {told['ratio']:.2f} (fastest: {told['least_ratio']:.2f})"
-        )
+        lines += [
+            f"To the first step of fit: {told['fit']:.2f} s",
+            f"import torch, accelerate, and the model: {told['import']:.2f} s ({told['ratio_to_import']:.2f}x)",
+            f"the same and an optimizer: {told['with_optimizer']:.2f} s ({told['ratio_to_with_optimizer']:.2f}x)",
+        ]
     elif asked.soak:
         kind = "soak"
         more, numbers[kind] = soak(asked.soak)

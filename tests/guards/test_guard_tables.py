@@ -199,6 +199,16 @@ def test_spike(history, fields, action):
     assert verdict.action is action
 
 
+@pytest.mark.parametrize(("norm", "action"), [(2.9, Action.COMMIT), (3.1, Action.SKIP)])
+def test_a_gradient_as_large_as_at_the_start_is_no_spike_however_small_they_have_become(norm, action):
+    norms = [3.0] + [2.0] * 30 + [1e-6] * 60
+    spike = taught(Spike(), [1e-8] * len(norms), norms)
+    restored = Spike()
+    restored.load_state_dict(spike.state_dict())
+    for guard in (spike, restored):
+        assert guard.judge(view(loss=1e-8, grad_norm=norm)).action is action
+
+
 def test_a_spike_in_the_first_steps_is_only_doubtful():
     assert taught(Spike(), STEADY[:4]).judge(view(loss=1e5)).evidence["doubtful"]
     assert not taught(Spike(), STEADY[:10]).judge(view(loss=1e5)).evidence["doubtful"]

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,12 +78,47 @@ def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
     assert "ChildFailedError" not in done.stderr
 
 
-def test_torchrun(project):
-    arguments = ["--nproc-per-node", "2", "-m", "safetrain", "fit", "c.yaml", "--out", "run"]
-    done = started(project, "-m", "torch.distributed.run", "--standalone", *arguments)
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    # Its way to several processes on one machine, GPUs or not; "--mixed_precision no" and the rest keep it from asking back.
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+                   "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_other_launchers(project, launcher):
+    done = started(project, "-m", *launcher, "-m", "safetrain", "fit", "c.yaml", "--out", "run")
     assert done.returncode == 0, done.stderr
     summary = json.loads((project / "run/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("done", 6)
+    assert json.loads((project / "run/journal.jsonl").read_text().splitlines()[0])["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_two_agents_as_on_two_machines(project):
+    """`torchrun --nnodes 2` twice, with a run directory that both see."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    fit = ["-m", "safetrain", "fit", "c.yaml", "--out", "run"]
+    with ThreadPoolExecutor(2) as agents:
+        both = [agents.submit(started, project, "-m", "torch.distributed.run", *nodes, *fit) for _ in range(2)]
+    for agent in both:
+        assert agent.result().returncode == 0, agent.result().stderr
+    summary = json.loads((project / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 6)
+    assert json.loads((project / "run/journal.jsonl").read_text().splitlines()[0])["world_size"] == 2
+
+
+def test_accelerate_that_starts_one_process_instead_of_two_is_an_error(project):
+    launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    more = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = started(project, "-m", *launcher, *more, "-m", "safetrain", "fit", "c.yaml", "--out", "run")
+    assert done.returncode != 0
+    assert "2 process" in done.stderr
+    assert not (project / "run/checkpoints").exists()
 
 
 def test_a_mistake_in_the_config_is_told_once_and_starts_nothing(project, monkeypatch, capsys):
@@ -115,6 +152,8 @@ def test_without_option(given, left):
     [
         (["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "train.py"], 2),
         (["accelerate", "launch", "--num_processes=4", "train.py"], 4),
+        (["python", "-m", "accelerate.commands.launch", "--num_processes=4", "train.py"], 4),
+        (["python", "/bin/accelerate-launch", "--num-processes", "4", "train.py"], 4),
         (["accelerate", "launch", "train.py"], None),
         (["python", "launch", "--num_processes", "2"], None),
         (["bash"], None),

@@ -64,6 +64,53 @@ def test_skipping_ends_with_its_budget(make_trainer, check_stopped):
     assert (result.steps, result.skipped) == (6, 3)
 
 
+def test_refusals_long_ago_do_not_count(make_trainer):
+    data = make_batches(40, bad=(4, 8, 30, 34))
+    trainer = make_trainer("skip", train_data=data, recovery={"max_refusals": 2, "budget_steps": 20})
+    result = trainer.fit()
+    assert (result.status, result.skipped) == ("done", 4)
+    assert trainer.ladder.refused == [30, 34]
+
+
+def test_too_many_refusals_in_the_last_steps_end_the_run(make_trainer, check_stopped):
+    data = make_batches(40, bad=(4, 30, 32, 34))
+    trainer = make_trainer("skip", train_data=data, recovery={"max_refusals": 2, "budget_steps": 20})
+    check_stopped(trainer, "3 refused steps in the last 20 steps (recovery.budget_steps), recovery.max_refusals is 2")
+
+
+def test_budgets_may_be_those_of_the_whole_run(make_trainer, check_stopped):
+    data = make_batches(40, bad=(4, 20, 38))
+    trainer = make_trainer("skip", train_data=data, recovery={"max_refusals": 2, "budget_steps": None})
+    check_stopped(trainer, "3 refused steps in this run, recovery.max_refusals is 2")
+
+
+class Table(SafeTrainer):
+    """A parameter for each batch. At step 40 all are spoiled but the one just learned: only other batches tell."""
+
+    def on_commit(self, view):
+        if view.step == 40:
+            with torch.no_grad():
+                kept = self.model.weight[view.step % 8].clone()
+                self.model.weight.fill_(1e4)
+                self.model.weight[view.step % 8] = kept
+
+
+def test_a_state_that_is_only_good_for_the_last_batch_is_at_fault(make_trainer):
+    def loss_fn(model, batch):
+        return model(batch).square().mean() + 1.0
+
+    model = nn.Embedding(8, 4)
+    data = [torch.tensor([index]) for index in range(8)] * 12
+    guards = {"clip": None, "stall": None, "rollback": None}
+    config = {**KEEP, "guards": guards}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(cls=Table, model=model, loss_fn=loss_fn, optimizer=optimizer, train_data=data, config=config)
+    result = trainer.fit()
+    assert [(i.step, i.decision.action) for i in result.incidents] == [(41, "rollback")]
+    assert "a good batch of a few steps ago has become bad too" in str(result.incidents[0].decision.reasons)
+    assert result.final_loss < 2.0
+
+
 def test_a_ruined_state_is_left_for_the_newest_trusted_snapshot(make_trainer, check_saved):
     trainer = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP)
     said = "went back to the state of step 10 (memory), 3 committed steps undone"
@@ -118,8 +165,8 @@ def test_budgets_are_not_rewound(make_trainer):
     trainer = make_trainer("retry", "rollback", cls=TransientAndSpoiling, train_data=make_batches(30), config=KEEP)
     result = trainer.fit()
     assert [(i.step, i.decision.action) for i in result.incidents] == [(11, "commit"), (13, "rollback")]
-    assert trainer.ladder.spent == {"retry": 1, "rollback": 1}
-    assert trainer.ladder.num_refused == 1
+    assert trainer.ladder.spent == {"retry": [11], "rollback": [13]}
+    assert trainer.ladder.refused == [13]
 
 
 @pytest.mark.parametrize("config", [KEEP, DISK])
