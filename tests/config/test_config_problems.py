@@ -27,7 +27,7 @@ def problems_in(text: str, overrides: tuple[str, ...] = ()) -> list[str]:
     ("text", "problem"),
     [
         ("loop:\n  max_stepz: 3\n", "c.yaml:2: loop.max_stepz: unknown key, did you mean 'max_steps'?"),
-        ("recovery: {zzz: 1}\n", "c.yaml:1: recovery.zzz: unknown key; accepted: heal, ladder, max_refusals"),
+        ("recovery: {zzz: 1}\n", "c.yaml:1: recovery.zzz: unknown key; accepted: heal, ladder, budget_steps"),
         ("max_steps: 3\n", "c.yaml:1: max_steps: unknown key, did you mean 'loop.max_steps'?"),
         ("loop: {max_steps: ten}\n", "c.yaml:1: loop.max_steps: 'ten' is not accepted, give an integer ≥ 1 or null"),
         ("loop: {grad_accum: true}\n", "c.yaml:1: loop.grad_accum: true is not accepted, give an integer ≥ 1"),
