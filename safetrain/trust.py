@@ -4,7 +4,7 @@ A config can name anything that Python can import, `os.system` too, so a bundle 
 `--trust` a target must be defined
 
     in a file of the current project: below the current directory, and not inside the run's own directory
-    in the recipes that ship with safetrain, or in `safetrain.safe`
+    in the recipes that ship with safetrain, or in `safetrain.safe`; or be one of the optimizers of `safetrain.optimizers`
     in torch, as a module, an optimizer, a schedule, a data set or loader, or a function of `torch.nn.functional`
 
 What matters is where the object that is called was defined: `./model.py:os.system` is not the project's.
@@ -108,11 +108,12 @@ def _is_building_block(found: Any) -> bool:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
 
+    from .optimizers import adamw, sgd
     from .trainer import SafeTrainer
 
     module = found.__module__
     if not inspect.isclass(found):
-        return bool(module == "torch.nn.functional" or module.startswith("safetrain.safe."))
+        return bool(module == "torch.nn.functional" or module.startswith("safetrain.safe.") or found in (adamw, sgd))
     kinds = (nn.Module, Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
     return found is SafeTrainer or (module.startswith("torch.") and issubclass(found, kinds))
 

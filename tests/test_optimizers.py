@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW
 
 from safetrain import SafeTrainer, UsageError
-from safetrain.optimizers import OptimizerGroup
+from safetrain.optimizers import OptimizerGroup, adamw, sgd
 
 
 class Two(nn.Module):
@@ -131,3 +132,26 @@ def test_impossible_groups_are_refused(model: Two):
         OptimizerGroup(only=LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="more than one parameter group"):
         OptimizerGroup(one=SGD(model.parameters(), lr=0.1), other=SGD(model.first.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("make", "kind"), [(adamw, AdamW), (sgd, SGD)])
+def test_the_usual_optimizers_are_fused_where_they_can_be(make: Any, kind: Any) -> None:
+    real, complex_ = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.complex64)
+    fused, plain = make(real.parameters(), lr=0.1), make(iter(complex_.parameters()), lr=0.1)
+    assert [type(fused), fused.defaults["fused"]] == [kind, True]
+    assert [type(plain), plain.defaults["fused"]] == [kind, None]
+    complex_(torch.ones(3, 2, dtype=torch.complex64)).abs().sum().backward()
+    before = complex_.weight.detach().clone()
+    plain.step()
+    assert not torch.equal(before, complex_.weight)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(adamw, AdamW), (sgd, SGD)])
+def test_their_arguments_mean_what_torch_means_by_them(make: Any, kind: Any) -> None:
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    theirs = kind(groups, lr=0.1, weight_decay=0.3, fused=True)
+    assert make(groups, lr=0.1, weight_decay=0.3).state_dict() == theirs.state_dict()
+    assert make(model.parameters()).defaults == kind(model.parameters(), fused=True).defaults
+    with pytest.raises(ValueError, match="learning rate"):
+        make(model.parameters(), lr=-1.0)
