@@ -50,7 +50,18 @@ def peak(tensors: Sequence[Tensor]) -> Tensor | None:
     """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow. In this process's parts."""
     tensors = [local(t) for t in tensors] if any_spread(tensors) else tensors
     filled = [numbers_of(t) for t in tensors if t.numel()]
-    return get_total_norm(filled, math.inf) if filled else None
+    if not filled:
+        return None
+    return _peak_on_cpu(filled) if all(t.is_cpu for t in filled) else get_total_norm(filled, math.inf)
+
+
+@torch.no_grad()
+def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    """There the norm of infinite order takes twenty times as long as finding both ends."""
+    ends = [end for t in tensors for end in torch.aminmax(torch.view_as_real(t) if t.is_complex() else t)]
+    if any(end.dtype is not ends[0].dtype for end in ends):
+        ends = [end.double() for end in ends]
+    return torch.stack(ends).abs().amax()
 
 
 def numbers_of(tensor: Tensor) -> Tensor:

@@ -123,11 +123,11 @@ def child(rank: int, port: int, options: argparse.Namespace, pipe: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench_ddp", description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each loop")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each loop")
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=256)
     options = parser.parse_args()
     import multiprocessing
 
@@ -155,7 +155,7 @@ def main() -> int:
     if min(times["plain"]) < MIN_STEP_SECONDS:
         print(f"  steps are shorter than {1000 * MIN_STEP_SECONDS:.0f} ms: raise --width, --depth or --batch")
         return 2
-    return 0 if min(statistics.median(ratios), best) <= LIMIT else 1
+    return 0 if statistics.median(ratios) <= LIMIT else 1
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Finite(Guard):
         for lr in view.lrs:
             if not math.isfinite(lr):
                 return "lr", lr, f"the scheduled learning rate is {lr}"
-        for signal in ("buffers", "state"):
+        for signal in ("buffers", "state") if view.signals else ():
             value = view.signals.get(f"{self.name}.{signal}", 0.0)
             if not math.isfinite(value):
                 return signal, value, f"the largest value in the model's {signal} is {value}"

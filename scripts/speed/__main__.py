@@ -19,7 +19,10 @@ BASE, CLIP = "plain", "plain + clip"
 LIMITS = {"mlp": 1.10, "gpt": 1.02, "resnet": 1.02, "many": 1.10}
 """SafeTrainer with its default guards against plain + clip, the same optimizer on both sides."""
 HEADER = ["variant", "ms/step", "fastest", "vs plain", "vs plain + clip", "in CPU time", "peak MB", "host reads/step"]
-ROUNDS = {"mlp": 30, "gpt": 6, "resnet": 6, "many": 6}
+WINDOWS = {"mlp": 200, "gpt": 50, "resnet": 50, "many": 50}
+"""Steps that are timed at once: whole fifties, because TensorBoard, snapshots and the check of the state come once in 50 steps;
+and long enough for the caches, which the variant before has emptied."""
+ROUNDS = {"mlp": 20, "gpt": 8, "resnet": 10, "many": 10}
 SIZES = {"parameters": [10**4, 10**5, 10**6, 10**7, 10**8], "modules": [10, 100, 1000, 10_000]}
 
 
@@ -43,7 +46,7 @@ def row(cells: list[str]) -> str:
 
 def bench(name: str, chosen: list[str], num_rounds: int) -> tuple[list[str], dict[str, Any]]:
     """The table of a workload, and its numbers."""
-    timings = {t.variant: t for t in rounds.compare(chosen, name, 50, num_rounds, warmup=60)}
+    timings = {t.variant: t for t in rounds.compare(chosen, name, WINDOWS[name], num_rounds, warmup=60)}
     lines = [
         f"### {TITLES[name]}",
         "",
@@ -149,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--variants", nargs="*", help="names as in the table; all that are installed by default")
-    parser.add_argument("--rounds", type=int, help="windows of 50 steps for each variant")
+    parser.add_argument("--rounds", type=int, help="windows of 200 (mlp) or 50 steps for each variant")
     parser.add_argument("--scaling", action="store_true", help="parameters and modules instead of the table")
     parser.add_argument("--largest", type=int, default=10**8, help="with --scaling: the largest count to try")
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead of the table")

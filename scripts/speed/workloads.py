@@ -18,8 +18,6 @@ NUM_BATCHES = 64
 class Workload:
     model: nn.Module
     batches: list[Any]
-    window: int = 50
-    """Steps that are timed at once. At least 50: TensorBoard, snapshots and the check of the state come once in 50 steps."""
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
