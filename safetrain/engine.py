@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from . import islands
 from .config.schema import LoopConfig
 from .errors import UsageError
+from .modules import note_compiled
 from .ranks.link import Link
 from .ranks.replicas import Replicas
 from .rng import seed_everything
@@ -162,6 +163,7 @@ class Engine:
         self._model = called = model
         if compile_with:
             called = torch.compile(model, backend="inductor" if compile_with is True else compile_with)  # type: ignore[assignment]
+            note_compiled(model, called)
         if self.world_size > 1 and not is_sharded(model):
             wrap = partial(self._accelerator.prepare_model, called, device_placement=False)
             self.replicas = Replicas(wrap)

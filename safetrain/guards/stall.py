@@ -57,25 +57,41 @@ class Stall(Guard):
         self.last = math.inf
         self.beginning = Beginning()
         self._output: Tensor | None = None
-        self._is_watching = False
+        self._model: nn.Module | None = None
+        self._remove_hook: Callable[[], None] | None = None
+        """It has one only while a step is watched: a module with a hook is slower to call."""
         self._weights: list[Tensor] = []
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._is_watching:
-                self._output = next((leaf.detach() for leaf in leaves(output) if _has_samples(leaf)), None)
-
-        from ..batch import leaves
+        from ..modules import called_for
 
         self._weights = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-        return model.register_forward_hook(keep).remove
+        self._model = called_for(model)
+        return self._detach
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        from ..batch import leaves
+
+        self._output = next((leaf.detach() for leaf in leaves(output) if _has_samples(leaf)), None)
+
+    def _unhook(self) -> None:
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
+
+    def _detach(self) -> None:
+        self._unhook()
+        self._model = None
 
     def begin(self, step: int, num_refused: int) -> None:
-        every = self.config.outputs_every
-        self._is_watching, self._output = every is not None and step % every == every - 1, None
+        self._unhook()  # a step that raised has left it on
+        every, self._output = self.config.outputs_every, None
+        if every is not None and step % every == every - 1 and self._model is not None:
+            self._remove_hook = self._model.register_forward_hook(self._keep).remove
 
     def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
         output, self._output = self._output, None
+        self._unhook()
         signals = {} if output is None else {"output_spread": (output.amax(0) - output.amin(0)).amax().float()}
         if self._weights and self.beginning.num_seen in (0, self.config.early_steps):
             from ..gradients import global_norm, numbers_of

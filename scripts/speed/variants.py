@@ -68,7 +68,11 @@ def safetrain(work: Workload, gate: Gate, fused: bool, guards: Any = None, confi
             loss_fn=cross_entropy,
             optimizer=adamw(work, fused),
             train_data=work.batches,
-            config={"loop": loop, "guards": guards or {}, "checkpoint": {"every_steps": None}},  # nobody else writes any
+            config={
+                "loop": loop,
+                "guards": guards or {},
+                "checkpoint": {"every_steps": None},
+            },  # nobody else writes any
             run_dir=f"{run_dir}/run",
         )
         gate.watch(trainer)

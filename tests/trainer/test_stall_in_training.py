@@ -1,5 +1,6 @@
 """Networks that no longer learn although every number is finite."""
 
+import pytest
 import torch
 from small import make_batches, mse
 from torch import nn
@@ -17,13 +18,15 @@ class Collapsing(nn.Module):
         return self.fc(torch.zeros_like(x) if self.collapsed else x)
 
 
-def test_the_same_output_for_every_sample_is_noticed_and_left(make_trainer):
+@pytest.mark.parametrize("compile_with", [False, "aot_eager"])
+def test_the_same_output_for_every_sample_is_noticed_and_left(make_trainer, compile_with):
     class Breaking(SafeTrainer):
         def on_commit(self, view):
             self.model.collapsed = 60 <= view.step < 130
 
     config = {"guards": {"stall": {"outputs_every": 5}, "rollback": None, "spike": None}}
     config["checkpoint"] = {"snapshot_every": 20, "trust_after": 5}
+    config["loop"] = {"compile": compile_with}
     result = make_trainer(Collapsing(), Breaking, train_data=make_batches(200), config=config).fit()
     first = result.incidents[0]
     assert (first.trigger.guard, first.trigger.signal, first.decision.action) == ("stall", "output_spread", "rollback")
@@ -36,6 +39,21 @@ def test_outputs_that_differ_and_batches_of_one_raise_no_alarm(make_trainer):
         config = {"guards": {"stall": {"outputs_every": 1}}}
         model = nn.Linear(6, 1)
         assert make_trainer(model, loss_fn=mse, train_data=make_batches(30, size=size), config=config).fit().healthy
+
+
+def test_a_hook_is_on_the_model_only_while_its_output_is_looked_at(make_trainer):
+    seen = {}
+
+    class Looking(SafeTrainer):
+        def training_step(self, model, batch):
+            seen[self.step] = len(model._forward_hooks)
+            return super().training_step(model, batch)
+
+    model = nn.Linear(6, 1)
+    config = {"guards": {"stall": {"outputs_every": 5}}}
+    make_trainer(model, Looking, loss_fn=mse, train_data=make_batches(12), config=config).fit()
+    assert [step for step, num_hooks in seen.items() if num_hooks] == [4, 9]
+    assert not model._forward_hooks
 
 
 def test_a_small_network_at_a_learning_rate_of_1_is_saved(make_trainer):
