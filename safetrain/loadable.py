@@ -30,6 +30,8 @@ def to_loadable(value: Any, where: str) -> Any:
         return value.detach().clone()
     if type(value) is list and _PLAIN.issuperset(map(type, value)):  # the history of a guard: long, and plain numbers
         return value.copy()
+    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):  # there is one for each tensor of an optimizer
+        return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

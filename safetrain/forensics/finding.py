@@ -64,6 +64,15 @@ class Finding:
         return None if self.event is None else self.event.facts
 
     @property
+    def zero_parameters(self) -> list[str]:
+        """Parameters that the op reads and that are 0 throughout: how they were initialised is what may have to change."""
+        if self.event is None or self.event.facts is None:
+            return []
+        zero = {t["name"] for t in self.event.facts.inputs if t.get("count") and t.get("zeros") == t["count"]}
+        leaves = [self.trace.leaves.get(access.region.storage) for access in self.event.reads if access.name in zero]
+        return list(dict.fromkeys(leaf.name for leaf in leaves if leaf is not None and leaf.kind == "parameter"))
+
+    @property
     def is_low_precision(self) -> bool:
         if self.facts is None:
             return False

@@ -46,5 +46,8 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     text = f"{advice}{where}"
     if safe is not None and finding.phase in ("forward", "backward") and finding.place is not None:
         text += f": use {safe.replace('safe.', 'safetrain.safe.')} there"
+    if zero := finding.zero_parameters:
+        its = "its initialisation" if len(zero) == 1 else "their initialisation"
+        text += f". {' and '.join(zero[:3])} {'is' if len(zero) == 1 else 'are'} 0 throughout: change {its}"
     worked = sorted((r for r in remedies if r.finite), key=lambda remedy: remedy.name != "safe_op")
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

@@ -102,9 +102,10 @@ def scale(kind: str, largest: int, num_rounds: int) -> tuple[list[str], list[dic
     ]
     points = []
     for count in (n for n in SIZES[kind] if n <= largest):
-        few = count >= 10**7 or (kind == "modules" and count >= 10**4)
+        few = count >= 10**8 or (kind == "modules" and count >= 10**4)
         chosen = ["plain + clip, fused", "safetrain, fused"]
-        plain, ours = rounds.compare(chosen, f"{kind}:{count}", 50, 2 if few else num_rounds, warmup=55 if few else 100)
+        # The warm-up is over when all snapshots have their memory.
+        plain, ours = rounds.compare(chosen, f"{kind}:{count}", 50, 3 if few else num_rounds, warmup=160)
         extra = ours.about["peak_mb"] - plain.about["peak_mb"]
         points.append(
             {
@@ -185,7 +186,7 @@ def main() -> None:
         for each in SIZES:
             more, numbers[each] = scale(each, asked.largest, asked.rounds or 6)
             lines += more
-            series[each] = [(p["count"], p["ratio"]) for p in numbers[each]]
+            series[each] = [(p["count"], p["cpu_ratio"]) for p in numbers[each]]
         draw(plots.scaling, asked.out / "scaling.svg", series)
     else:
         ratios = {}

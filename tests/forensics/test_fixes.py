@@ -37,5 +37,21 @@ def test_the_expression_of_a_fix_is_what_the_operation_was(operation: str) -> No
     torch.testing.assert_close(written, getattr(torch, operation)(x))
 
 
+def test_a_parameter_of_zeros_is_named_with_its_initialisation() -> None:
+    layer = nn.Linear(3, 2)
+    nn.init.zeros_(layer.weight)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(layer))
+    incident = investigate(model, lambda model, batch: model(batch).mean(), torch.ones(4, 3))
+    assert incident is not None
+    weight = "0.parametrizations.weight.original"
+    assert f"{weight}1 and {weight}0 are 0 throughout: change their initialisation. Verified" in incident.fix
+
+
+def test_data_of_zeros_says_nothing_of_parameters() -> None:
+    incident = investigate(nn.Linear(3, 2), lambda model, batch: (model(batch) / batch.sum()).mean(), torch.zeros(4, 3))
+    assert incident is not None
+    assert "initialisation" not in incident.fix
+
+
 def test_scanning_is_offered_among_the_safe_building_blocks() -> None:
     assert safe.find_bad_batches is find_bad_batches
