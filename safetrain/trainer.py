@@ -336,7 +336,9 @@ class SafeTrainer(TrainerSession):
         """Climb the ladder for what is wrong after a step that was committed."""
         incident = self.run.open_incident(view, decision)
         with self.run.phase("recovery", f"recovering after step {view.step}"):
-            self._resolve(Case(view, decision, [], self.transaction.random_state, incident, is_step=False))
+            case = Case(view, decision, [], self.transaction.random_state, incident, is_step=False)
+            self.bench.describe_state(case)
+            self._resolve(case)
 
     def _resolve(self, case: Case) -> Action:
         settlement = self.bench.count_samples(case, self.ladder.settle(case, self.bench))

@@ -17,7 +17,7 @@ _SAFE = {
     "normalize": "safe.normalize(x)", "cosine_similarity": "safe.cosine_similarity(a, b)",
 }  # fmt: skip
 
-_ADVICE = {
+ADVICE = {
     "division_by_zero": "keep the divisor away from 0, or leave out what has nothing to divide by",
     "log_of_nonpositive": "keep the argument above 0, or stay in log space (log_softmax, logsigmoid, logsumexp)",
     "invalid_domain": "clamp the argument strictly inside the domain of the function",
@@ -40,7 +40,7 @@ _ADVICE = {
 
 
 def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
-    advice = _ADVICE[cause.label]
+    advice = ADVICE[cause.label]
     where = f" at {finding.place.file.rpartition('/')[2]}:{finding.place.line}" if finding.place else ""
     safe = _SAFE.get(finding.name or "")
     text = f"{advice}{where}"

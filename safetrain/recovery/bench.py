@@ -15,12 +15,15 @@ from ..bundle import write_replay
 from ..errors import CheckpointError
 from ..files import to_json, write_text
 from ..forensics import Diagnosis, Effort, Step, diagnose
+from ..forensics.fixes import ADVICE
+from ..forensics.values import statistics
 from ..guards.islands import Islands
-from ..incident import Origin
+from ..incident import Cause, Origin
 from ..quarantine import Quarantine
 from ..ranks import lockstep
 from ..ranks.evidence import attribute
 from ..rng import undisturbed_rng
+from ..sharding import local
 from ..snapshots import Copy
 from ..state import TrainState
 from ..verdict import Action
@@ -57,6 +60,33 @@ class Workbench:
             diagnosis = attribute(case, self._trainer.joint, diagnosis)
         if diagnosis is not None:
             self._note(case, diagnosis)
+
+    def describe_state(self, case: Case) -> None:
+        """What is known of a state that was found to be bad between two steps: there is no operation to find."""
+        model = self._trainer.model
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found = [label for v in case.decision.verdicts.values() for label in v.evidence.get("bad_state", ())]
+        label = next((label for label in found if label.removeprefix("buffer ") in tensors), None)
+        if label is None:
+            return
+        name = label.removeprefix("buffer ")
+        kind, (owner, _, own_name) = "parameter" if name == label else "buffer", name.rpartition(".")
+        incident, is_start = case.incident, self._trainer.run.result.steps == 0
+        incident.origin = Origin(
+            phase="params",
+            op=kind,
+            name=own_name,
+            module=owner,
+            module_type=type(model.get_submodule(owner)).__name__,
+            inputs=[statistics(name, local(tensors[name].detach()))],
+        )
+        if is_start:
+            incident.cause = Cause("corrupt_parameter", f"{kind} {name} was not finite before the first step")
+            incident.fix = f"{ADVICE['corrupt_parameter']}."
+        else:
+            incident.cause.explanation = (
+                f"{kind} {name} is not finite after a step in which every number that was looked at was"
+            )
 
     def keep_replay(self, case: Case) -> None:
         """Write down what a replay needs, before anything moves."""

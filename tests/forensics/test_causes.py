@@ -111,7 +111,7 @@ def test_rule(label_and_rule: tuple[str, causes.Rule]) -> None:
 
 def test_labels_are_those_of_the_closed_list_and_each_has_a_rule_and_an_advice() -> None:
     assert {label for label, _ in causes.RULES} == LABELS
-    assert set(fixes._ADVICE) == LABELS | {"unknown"}
+    assert set(fixes.ADVICE) == LABELS | {"unknown"}
 
 
 def test_what_no_rule_explains_is_unknown_with_the_operands() -> None:

@@ -307,3 +307,31 @@ def test_the_run_is_saved_by_whichever_rung_is_left(make_trainer):
     result = trainer.fit()
     assert [(i.step, i.decision.action) for i in result.incidents] == [(13, "rollback"), (20, "skip"), (25, "commit")]
     assert F.mse_loss(trainer.model(batches[0][0]), batches[0][1]).isfinite()
+
+
+def test_a_parameter_that_was_never_finite_is_named_with_cause_and_fix(make_trainer, check_stopped):
+    model = make_model(dropout=0.0)
+    with torch.no_grad():
+        model[4].weight[0, 3] = math.nan
+    trainer = make_trainer(model=model, train_data=make_batches(4))
+    result = check_stopped(trainer, "4.weight (1 NaN of 16 values)", "nothing is left to try")
+    incident = result.incidents[0]
+    origin = incident.origin
+    assert (origin.phase, origin.op, origin.module, origin.module_type) == ("params", "parameter", "4", "Linear")
+    assert origin.inputs[0]["nan"] == 1
+    assert incident.cause.label == "corrupt_parameter"
+    assert "initialise it" in incident.fix
+
+
+def test_what_breaks_between_steps_is_named_without_a_guess_at_its_cause(make_trainer):
+    config = {**KEEP, "guards": {"finite": {"state_every": 1000}}}
+
+    class Late(Spoiling):
+        at = (14,)  # the snapshot is taken before the next step is
+
+    result = make_trainer("rollback", cls=Late, train_data=make_batches(30), config=config).fit()
+    first = result.incidents[0]
+    assert (first.trigger.guard, first.decision.action) == ("audit", "rollback")
+    assert (first.origin.phase, first.origin.module) == ("params", "0")
+    assert first.cause.label == "unknown"
+    assert "parameter 0.weight is not finite after a step" in first.cause.explanation
