@@ -7,6 +7,7 @@ Labels are a closed list; when no rule fits, the answer is `unknown` with the re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..incident import Cause
 from ..incident_report import describe_operand
 from .finding import Finding, has_masked_zeros
-from .frames import user_place
+from .frames import Frame, source_of, user_place
 from .raised import explain_error
 from .values import FINITE, INF, NAN
 
@@ -272,7 +273,9 @@ def exp_overflow(f: Finding) -> str | None:
 
 @rule("invalid_domain")
 def outside_support(f: Finding) -> str | None:
-    if f.event is None or f.phase != "forward" or not _is_log(f) or not _in_distribution(f):
+    if f.phase != "forward" or not _is_log(f) or (frame := _of_distribution(f)) is None:
+        return None
+    if _LOG_OF_OWN.search(source_of(frame)):  # of its scale or rate, not of the value
         return None
     return f"the density is evaluated outside or on the edge of its support: {_operands(f)}"
 
@@ -328,16 +331,20 @@ def _is_log(f: Finding) -> bool:
     return _op(f) in LOGARITHMS
 
 
-def _in_distribution(f: Finding) -> bool:
+_LOG_OF_OWN = re.compile(r"\blog\([^)]*\bself\.|\bself\.\w+\.log\(")
+
+
+def _of_distribution(f: Finding) -> Frame | None:
+    """The line of torch.distributions that the op runs for."""
     if f.event is None:
-        return False
+        return None
     place = user_place(f.event.frames)
     for frame in f.event.frames:
         if "/torch/distributions/" in frame.code.co_filename.replace("\\", "/"):
-            return True
+            return frame
         if place is not None and frame.code.co_filename == place.file:
-            return False
-    return False
+            return None
+    return None
 
 
 def _overflows(f: Finding) -> bool:

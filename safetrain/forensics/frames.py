@@ -39,6 +39,11 @@ class Place(NamedTuple):
     function: str
 
 
+def source_of(frame: Frame) -> str:
+    """The line that runs in a frame; empty where there is no source."""
+    return linecache.getline(frame.code.co_filename, frame.line).strip()
+
+
 def stack(until: CodeType | None = None, skip: int = 1) -> list[Frame]:
     """The frames of the caller, innermost first, up to and without the function `until`."""
     frames = []
@@ -94,7 +99,7 @@ def user_place(frames: Iterable[Frame]) -> Place | None:
     for frame in frames:
         if is_user(frame.code):
             file = frame.code.co_filename
-            return Place(file, frame.line, linecache.getline(file, frame.line).strip(), frame.code.co_name)
+            return Place(file, frame.line, source_of(frame), frame.code.co_name)
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from forensics.cases import Case, Cases, Tiny, check
 from torch import nn
-from torch.distributions import Beta, Dirichlet, LogNormal
+from torch.distributions import Beta, Dirichlet, LogNormal, Normal
 
 cases = Cases()
 
@@ -114,6 +114,16 @@ def beta_density_on_the_edge():
         return -Beta(1 + alpha, 1 + beta).log_prob(a).mean()  # here
 
     return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0.0, 0.5, 0.2, 0.9]))
+
+
+@cases.add("forward", "log_prob log", "log_of_nonpositive", samples=[1])
+def normal_without_width():
+    def loss_fn(model, batch):
+        x, width = batch
+        mean = model(x)[:, 0]
+        return -Normal(mean, width, validate_args=False).log_prob(torch.ones_like(mean)).mean()  # here
+
+    return Tiny(), loss_fn, (torch.randn(4, 4), torch.tensor([0.3, 0.0, 0.2, 0.9]))
 
 
 @cases.add("forward", "log_prob xlogy log", "invalid_domain", samples=[1])
