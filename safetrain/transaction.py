@@ -160,8 +160,9 @@ class Transaction:
         `replayed`: the step was restored before, and then replayed by someone who puts weights back.
         """
         for held, before in zip(self._held, self._contents, strict=True):
-            held.clear()  # new ones go, and a forward may have put other tensors in their places
-            held.update(before)
+            if isinstance(held, dict):  # those of a scripted module are fixed
+                held.clear()  # new ones go, and a forward may have put other tensors in their places
+                held.update(before)
         replaced = self._buffers.put_back()
         for held in self._held if replaced else ():
             held.update({name: replaced.get(id(buffer), buffer) for name, buffer in held.items()})
@@ -336,8 +337,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, but that NaN equals NaN."""
-    if torch.equal(one, other):
+    """Bit for bit, but that NaN equals NaN. Of sparse and nested ones nothing is known but their version counters."""
+    if one.layout is not torch.strided or one.is_nested or torch.equal(one, other):
         return True
     if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
         return False

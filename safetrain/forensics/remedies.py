@@ -5,6 +5,7 @@ A remedy is one function that gives `Remedy` entries; `REMEDIES` lists them in o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import progress
+from ..gradients import collect, overflow_free_norm
 from ..incident import Remedy
 from .backward_functions import SUFFIX, find_function
 from .casts import cast_floats, fp32_island, model_as
@@ -62,8 +64,13 @@ class Trials:
             return Remedy(name, False, None, f"{detail}: not applicable ({error[0][:120]})")
         finite = result.finite
         if finite and self.finding.phase == "optimizer":
-            finite = update_is_finite(self.replayer)
+            finite = self._has_gradients() and update_is_finite(self.replayer)
         return Remedy(name, finite, result.loss_value, detail)
+
+    def _has_gradients(self) -> bool:
+        """A replay in another precision leaves none, and an update without gradients shows nothing."""
+        optimizer = self.replayer.step.optimizer
+        return optimizer is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
 
 
 def try_all(trials: Trials) -> list[Remedy]:
@@ -178,6 +185,25 @@ def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
     )
 
 
+def clipped_gradient(trials: Trials) -> Iterator[Remedy]:
+    """For a gradient that is finite and too large for the optimizer's arithmetic: its square overflows, say."""
+    optimizer = trials.replayer.step.optimizer
+    if trials.finding.phase != "optimizer" or optimizer is None or trials.has_success:
+        return
+    result = trials.replayer.plain()
+    finite = result.finite and update_is_finite(trials.replayer, [_gradient_of_norm_1(optimizer)])
+    yield Remedy("clip", finite, result.loss_value, "with the gradient clipped to a norm of 1")
+
+
+def fresh_optimizer_state(trials: Trials) -> Iterator[Remedy]:
+    optimizer = trials.replayer.step.optimizer
+    if trials.finding.phase != "optimizer" or not optimizer or not optimizer.state or trials.has_success:
+        return
+    result = trials.replayer.plain()
+    finite = result.finite and update_is_finite(trials.replayer, [_without_state(optimizer)])
+    yield Remedy("optimizer_reset", finite, result.loss_value, "with the optimizer's state begun anew")
+
+
 def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:
     if uses_low_precision(trials.replayer):
         yield trials.judged("fp32", "the whole step in single precision", in_fp32(trials.replayer))
@@ -213,6 +239,8 @@ def smaller_loss_scale(trials: Trials) -> Iterator[Remedy]:
 
 
 def double_precision(trials: Trials) -> Iterator[Remedy]:
+    if trials.finding.phase == "optimizer":
+        return
     window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
     yield trials.replay(
         "fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window
@@ -252,6 +280,8 @@ REMEDIES: list[Callable[[Trials], Iterator[Remedy]]] = [
     finite_backward,
     larger_eps,
     finite_learning_rate,
+    clipped_gradient,
+    fresh_optimizer_state,
     whole_step_in_fp32,
     island,
     smaller_loss_scale,
@@ -311,6 +341,26 @@ def _group_option(optimizer: torch.optim.Optimizer, key: str, value: float) -> I
     finally:
         for group, old in zip(optimizer.param_groups, saved, strict=True):
             group[key] = old
+
+
+@contextmanager
+def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
+
+
+@contextmanager
+def _gradient_of_norm_1(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Not undone here: whoever tries an update puts the gradients back."""
+    gradients = collect([p for group in optimizer.param_groups for p in group["params"]])
+    norm = overflow_free_norm(gradients)
+    if norm is not None and norm > 1.0:
+        for gradient in gradients:
+            gradient.div_(norm)
+    yield
 
 
 def _zeroed(result: Any) -> Any:

@@ -13,8 +13,28 @@ from torch import Tensor
 
 
 def batch_size(batch: Any) -> int:
-    """Length of the first tensor or array that has one; 1 when none has."""
-    return next((item.shape[0] for item in _payload(batch) if item.ndim), 1)
+    """Length of the first tensor or array that has one; 1 when none has. Of tensors of different lengths in a list there are as
+    many as samples, if something else has that length."""
+    lengths = [(id(item), item.shape[0]) for item in _payload(batch) if item.ndim]
+    for items in _ragged(batch):
+        own = set(map(id, items))
+        if any(length == len(items) for item, length in lengths if item not in own):
+            return len(items)
+    return lengths[0][1] if lengths else 1
+
+
+def _ragged(batch: Any) -> Iterator[list[Any]]:
+    """The lists of tensors inside a batch whose first dimensions differ; the batch itself is a list of fields."""
+    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for field in fields:
+        if isinstance(field, list) and _is_ragged(field):
+            yield field
+
+
+def _is_ragged(items: list[Any]) -> bool:
+    if not all(isinstance(item, (Tensor, np.ndarray)) and item.ndim for item in items):
+        return False
+    return len({item.shape[0] for item in items}) > 1
 
 
 def has_arrays(batch: Any) -> bool:
@@ -63,4 +83,6 @@ def select(batch: Any, keep: list[int], size: int) -> Any:
 
 def _is_per_sample(items: Any, size: int) -> bool:
     """One entry per sample, not one tensor per field that happens to be as many."""
+    if isinstance(items, list) and _is_ragged(items):
+        return True
     return not any(isinstance(item, (Tensor, np.ndarray)) and item.ndim and item.shape[0] == size for item in items)

@@ -37,6 +37,15 @@ def test_the_expression_of_a_fix_is_what_the_operation_was(operation: str) -> No
     torch.testing.assert_close(written, getattr(torch, operation)(x))
 
 
+def test_a_remedy_that_leaves_no_gradients_verifies_no_update() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    incident = investigate(model, lambda model, batch: 0 * model(batch).sum(), torch.ones(3, 2), optimizer=optimizer)
+    assert incident is not None
+    assert incident.origin.phase == "optimizer"
+    assert {remedy.name for remedy in incident.remedies if remedy.finite} == {"optimizer_eps"}
+
+
 def test_a_parameter_of_zeros_is_named_with_its_initialisation() -> None:
     layer = nn.Linear(3, 2)
     nn.init.zeros_(layer.weight)

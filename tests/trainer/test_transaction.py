@@ -365,3 +365,22 @@ def test_a_first_write_that_comes_late_and_cannot_be_undone_is_told(make_trainer
         trainer.fit()
     assert caplog.text.count("forward wrote to fc.weight for the first time") == 1
     assert trainer.transaction.written_parameters == {"fc.weight"}
+
+
+def test_batches_with_sparse_tensors_train_and_are_refused_like_any(make_trainer):
+    def loss_fn(model, batch):
+        return model(torch.sparse.mm(batch[0], torch.eye(6))).square().mean() * batch[1]
+
+    batches = [(torch.randn(8, 6).relu().to_sparse(), torch.tensor(1.0)) for _ in range(6)]
+    batches[3] = (batches[3][0], torch.tensor(math.nan))
+    result = make_trainer(nn.Linear(6, 1), loss_fn=loss_fn, train_data=batches).fit()
+    assert (result.steps, result.skipped) == (5, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_of_the_model_is_restored(make_trainer):
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(6)), nn.Linear(6, 1))
+    result = make_trainer(model, loss_fn=mse, train_data=make_batches(6, bad=(3,))).fit()
+    assert (result.steps, result.skipped) == (5, 1)
+    assert torch.isfinite(model[0].running_mean).all()
+    assert int(model[0].num_batches_tracked) == 5
