@@ -137,6 +137,10 @@ class Workbench:
         incident = case.incident
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
+        if diagnosis.origin.phase == "params" and self._trainer.run.result.steps > 0 and not case.is_late:
+            # It was finite when the run began, so how it was initialised is not to blame.
+            incident.cause.explanation += ": an update before it, or something between the steps, has made it so"
+            incident.fix = incident.fix.replace("initialise it, or reload it", "look at the optimizer, or reload it", 1)
         if diagnosis.anomaly:
             incident.cause.explanation += f"; autograd's anomaly mode says: {diagnosis.anomaly}"
         if diagnosis.origin.op is not None:

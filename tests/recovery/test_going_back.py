@@ -335,3 +335,10 @@ def test_what_breaks_between_steps_is_named_without_a_guess_at_its_cause(make_tr
     assert (first.origin.phase, first.origin.module) == ("params", "0")
     assert first.cause.label == "unknown"
     assert "parameter 0.weight is not finite after a step" in first.cause.explanation
+
+
+def test_a_weight_that_went_bad_during_the_run_is_not_blamed_on_its_initialisation(make_trainer):
+    incident = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP).fit().incidents[0]
+    assert incident.cause.label == "corrupt_parameter"
+    assert "an update before it, or something between the steps" in incident.cause.explanation
+    assert incident.fix.startswith("look at the optimizer, or reload it")
