@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .frames import inside_engine
 from .replay import Leaf
 from .storages import EVERYTHING, Region
 from .tracer import Event, Tracer
@@ -122,12 +123,13 @@ class Provenance:
     def is_masked_upstream(self, event: Event, argument: str, depth: int = 8) -> bool:
         """Is this operand of a backward op a gradient that a masking op (where, indexing, clamp) has zeroed?"""
         regions = [(access.region, event.index) for access in event.reads if access.name == argument]
+        begin = self._begin_of_backward(event)
         seen = set()
         for _ in range(depth):
             following = []
             for region, before in regions:
                 writer = self._tracer.writer(region, before, FINITE)
-                if writer is None or writer.phase != "backward" or writer.index in seen:
+                if writer is None or writer.phase != "backward" or writer.index < begin or writer.index in seen:
                     continue
                 seen.add(writer.index)
                 if writer.node_number != event.node_number and self._introduces_zeros(writer):
@@ -135,6 +137,14 @@ class Provenance:
                 following += [(access.region, writer.index) for access in writer.reads]
             regions = following
         return False
+
+    def _begin_of_backward(self, event: Event) -> int:
+        """Index of the first op of the backward pass that it belongs to. What a pass before has made, for a gradient penalty
+        say, are ordinary values in this one."""
+        for earlier in reversed(self._tracer.events):
+            if earlier.index < event.index and earlier.phase == "forward" and not inside_engine(earlier.frames):
+                return earlier.index + 1
+        return 0
 
     def _introduces_zeros(self, event: Event) -> bool:
         node = (event.node or "").removeprefix("torch::autograd::")

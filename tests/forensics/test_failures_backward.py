@@ -13,6 +13,23 @@ from torch.utils.checkpoint import checkpoint
 cases = Cases()
 
 
+@cases.add("backward", "sqrt", "singular_gradient", samples=[2])
+def gradient_penalty_of_a_flat_critic():
+    """The gradient inside the penalty is 0 because of a ReLU: that is a value here, and masks nothing."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, 1))
+
+    def loss_fn(model, batch):
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        norm = torch.sqrt(slope.square().sum(1))  # here
+        return (norm - 1).square().mean()
+
+    batch = torch.randn(4, 3)
+    batch[2] = 0.0
+    return critic, loss_fn, batch
+
+
 @cases.add("backward", "sqrt", "singular_gradient", module="dist", samples=[1])
 def euclidean_distance_of_equal_points():
     class Dist(nn.Module):
