@@ -24,6 +24,7 @@ from .errors import RankError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+EXIT_CODE = "exit_code"
 TAIL = 60
 """Lines of a failing rank's error output that are shown."""
 
@@ -84,14 +85,15 @@ def without_option(arguments: Sequence[str], option: str) -> list[str]:
     return kept
 
 
-def record_failure(error: BaseException) -> None:
-    """Leave word, for whoever launched this process, that it failed by itself and not because another did."""
+def record_failure(error: BaseException, code: int) -> None:
+    """Leave word, for whoever launched this process, that it failed by itself and not because another did, and with which exit
+    code: the launcher may end it before it comes to that."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or isinstance(error, RankError):
         return
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     about = {"message": f"{type(error).__name__}: {error}", "extraInfo": {}}
-    about["extraInfo"] = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+    about["extraInfo"] = {"py_callstack": trace, "timestamp": str(int(time.time())), EXIT_CODE: code}
     try:
         Path(file).write_text(json.dumps({"message": about}))
     except OSError:
@@ -141,12 +143,28 @@ def _named_after_rank(path: str, rank: int, directory: Path) -> str:
     return str(directory / f"rank-{rank}.{Path(path).name}")
 
 
+def _recorded_code(error_file: str) -> int | None:
+    try:
+        code = json.loads(Path(error_file).read_text())["message"]["extraInfo"].get(EXIT_CODE)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # none, or torch's own, which is written otherwise
+        return None
+    return code if isinstance(code, int) else None
+
+
 def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str], None]) -> int:
     """Say whose failure it was, in its own words."""
     # A rank that only heard of another's failure leaves no word of its own.
     ranks = sorted(failures, key=lambda rank: (not Path(failures[rank].error_file).is_file(), failures[rank].timestamp))
     rank, failure = ranks[0], failures[ranks[0]]
-    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    code = _recorded_code(failure.error_file)
+    if code is None:
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     errors = logs / f"rank-{rank}.stderr.log"
     lines = errors.read_text(errors="replace").splitlines() if errors.is_file() else []
     if rank > 0 and lines:  # those of rank 0 were shown when they came

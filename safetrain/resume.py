@@ -18,6 +18,9 @@ FREE = (
 """Keys that may change: how long to train, and what is watched, saved and shown. The model, the order of the data, what a
 step computes and what the saved state is made of do not depend on them."""
 
+SAVED = ("optimizer.", "scheduler.")
+"""Keys whose values are part of the saved state, which is what a forced resume goes on with."""
+
 
 def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     """Every value that differs, by its dotted key: before and after."""
@@ -38,11 +41,12 @@ def check_changes(before: Config, after: Config, force: bool) -> list[str]:
     if refused and not force:
         raise ConfigError(
             [
-                f"{line}: this changes the training itself. To fix: keep the value of the run, or force it (--force, resume='force')"
+                f"{line}: this changes the training itself. To fix: keep the value of the run, or force it (safetrain resume --force, fit(resume='force'))"
                 for line in refused
             ]
         )
-    return list(lines.values())
+    kept = " (not applied: the state that was saved goes on with its own)"
+    return [f"{line}{kept if key.startswith(SAVED) else ''}" for key, line in lines.items()]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

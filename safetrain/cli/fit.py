@@ -86,7 +86,7 @@ def train_and_report(config: Config, out: str | None, strict: bool, resume: bool
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
         show_user_error(error, progress.stage, progress.resumable)
-        record_failure(error)
+        record_failure(error, EXIT_USER_EXCEPTION)
         return EXIT_USER_EXCEPTION
     finally:
         progress.leave_process_group()

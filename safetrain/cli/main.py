@@ -116,7 +116,7 @@ def run(arguments: list[str], verbose: bool = False) -> int:
             click.echo(str(error), err=True)
         from ..launch import record_failure
 
-        record_failure(error)
+        record_failure(error, exit_code(error))
         return exit_code(error)
 
 

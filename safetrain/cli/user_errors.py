@@ -38,7 +38,13 @@ def advice(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame)]
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
     if not own:
-        return "this looks like a mistake in safetrain; report it with the output of -v and of safetrain env."
+        report = "report it with the output of -v and of safetrain env."
+        if frames:  # a library that the config has put to work
+            return (
+                "the config gives torch, or another library, what it cannot work with: check the arguments of model, data, loss, "
+                f"optimizer and scheduler, and whether their shapes fit each other. If they are right, {report}"
+            )
+        return f"this looks like a mistake in safetrain; {report}"
     place = own[-1]
     return f"look at {place.filename}:{place.lineno}, in {place.name}."
 

@@ -38,6 +38,14 @@ ADVICE = {
     "unknown": "no rule explains this; look at the operands and at the remedies that worked",
 }  # fmt: skip
 
+_SHOWS_IT = {
+    "fp16_overflow": ("fp32_island", "fp32"),
+    "fp16_underflow": ("fp32_island", "fp32"),
+    "optimizer_numerics": ("optimizer_eps", "learning_rate"),
+    "divergence": ("clip",),
+}
+"""Remedies that are what the advice says, so that its proof is of that and not of something else."""
+
 
 def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     advice = ADVICE[cause.label]
@@ -49,5 +57,6 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     if zero := finding.zero_parameters:
         its = "its initialisation" if len(zero) == 1 else "their initialisation"
         text += f". {' and '.join(zero[:3])} {'is' if len(zero) == 1 else 'are'} 0 throughout: change {its}"
-    worked = sorted((r for r in remedies if r.finite), key=lambda remedy: remedy.name != "safe_op")
+    shows = _SHOWS_IT.get(cause.label, ())
+    worked = sorted((r for r in remedies if r.finite), key=lambda r: (r.name not in shows, r.name != "safe_op"))
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

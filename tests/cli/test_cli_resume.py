@@ -13,7 +13,9 @@ import pytest
 from safetensors.torch import load_file, load_model
 from small import assert_same
 
+from safetrain import load_config
 from safetrain.cli.main import run
+from safetrain.resume import check_changes
 
 PARTS = """
 import os, signal
@@ -176,3 +178,12 @@ sys.stdin.read()
 def test_torch_is_not_imported_for_help() -> None:
     code = "import sys; from safetrain.cli.main import run; run(['resume', '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True).returncode == 0
+
+
+def test_a_forced_change_of_what_is_in_the_saved_state_is_told_as_it_is() -> None:
+    before, after = (load_config({"optimizer": {"_target_": "torch.optim.SGD", "lr": lr}}) for lr in (0.1, 0.5))
+    after.loop.max_steps = 7
+    assert check_changes(before, after, force=True) == [
+        "optimizer.lr: 0.1 -> 0.5 (not applied: the state that was saved goes on with its own)",
+        "loop.max_steps: None -> 7",
+    ]

@@ -257,3 +257,15 @@ def test_nothing_of_ours_hides_an_exception_in_python(tmp_path):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         trainer.fit()
     assert any(frame.name == "forward" and frame.filename == __file__ for frame in traceback.extract_tb(raised.tb))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.lr=-1", "model={_target_: torch.nn.Linear, in_features: 5, out_features: 1}"],
+    ids=["learning rate", "shapes"],
+)
+def test_what_torch_refuses_is_looked_for_in_the_config(override, capfd):
+    code = run(["fit", "c.yaml", override])
+    message = capfd.readouterr().err
+    assert code == 1, message
+    assert "check the arguments of model, data, loss, optimizer and scheduler" in message

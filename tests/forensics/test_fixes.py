@@ -46,6 +46,18 @@ def test_a_remedy_that_leaves_no_gradients_verifies_no_update() -> None:
     assert {remedy.name for remedy in incident.remedies if remedy.finite} == {"optimizer_eps"}
 
 
+def test_the_proof_of_a_fix_for_half_precision_is_single_precision() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).float().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 300.0)
+    incident = investigate(model, loss_fn, torch.full((4, 4), 300.0), precision="fp16")
+    assert incident is not None
+    assert incident.cause.label == "fp16_overflow"
+    assert "Verified: with 0 kept in fp32" in incident.fix or "Verified: the whole step in single" in incident.fix
+
+
 def test_a_parameter_of_zeros_is_named_with_its_initialisation() -> None:
     layer = nn.Linear(3, 2)
     nn.init.zeros_(layer.weight)

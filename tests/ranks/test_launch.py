@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from safetrain import launch
 from safetrain.cli.main import run
 from safetrain.config.schema import LoopConfig
 from safetrain.engine import Engine, num_processes_asked
 from safetrain.errors import UsageError
-from safetrain.launch import without_option
+from safetrain.launch import record_failure, without_option
 
 CODE = """
 import os
@@ -76,6 +79,26 @@ def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
     assert "rank 1 failed first, with exit code 1" in done.stderr
     assert "KeyError: 'a mistake in user code'" in done.stderr
     assert "ChildFailedError" not in done.stderr
+
+
+@pytest.mark.parametrize(("code", "kept"), [(-signal.SIGTERM, 2), (1, 2)])
+def test_the_exit_code_is_what_the_rank_meant_to_end_with(tmp_path, monkeypatch, code, kept):
+    """The launcher may end a rank that has told the others of its failure before it comes to exit by itself."""
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    record_failure(UsageError("a mistake"), 2)
+    failures = {
+        0: ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "none")),
+        1: ProcessFailure(local_rank=1, pid=2, exitcode=code, error_file=str(told)),
+    }
+    said = []
+    assert launch._report(failures, tmp_path, said.append) == kept
+    assert "rank 1 failed first, with exit code 2" in said[-1]
+
+
+def test_a_rank_that_left_no_word_keeps_its_own_exit_code(tmp_path):
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=str(tmp_path / "none"))
+    assert launch._report({0: failure}, tmp_path, print) == 128 + signal.SIGKILL
 
 
 LAUNCHERS = {
