@@ -46,7 +46,18 @@ def check_changes(before: Config, after: Config, force: bool) -> list[str]:
             ]
         )
     kept = " (not applied: the state that was saved goes on with its own)"
-    return [f"{line}{kept if key.startswith(SAVED) else ''}" for key, line in lines.items()]
+    told = [f"{line}{kept if key.startswith(SAVED) else ''}" for key, line in lines.items()]
+    planned, now = found.get("loop.max_steps", (None, None))
+    return [*told, *_outlived(after, planned, now)]
+
+
+def _outlived(config: Config, planned: int | None, now: int | None) -> Iterator[str]:
+    """Settings of the schedule that were the length of the run, and are not any more."""
+    if planned is None or now is None or now <= planned:
+        return
+    for key, value in _leaves(to_dict(config).get("scheduler") or {}):
+        if value == planned:
+            yield f"scheduler.{key} is still {value}: the schedule was made for so many steps, look at the learning rate beyond"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,8 @@ def show_user_error(error: BaseException, stage: str, run_dir: Path | None = Non
     hidden = f" ({num_hidden} frames of safetrain and torch are left out above; -v shows them)" if num_hidden else ""
     click.echo(f"To fix: {advice(error)}{hidden}", err=True)
     if run_dir is not None:
-        click.echo(f"Then go on from the last checkpoint: safetrain resume {run_dir}", err=True)
+        several = f" --nproc {size}" if (size := os.environ.get("WORLD_SIZE", "1")) != "1" else ""
+        click.echo(f"Then go on from the last checkpoint: safetrain resume {run_dir}{several}", err=True)
     click.echo(f"safetrain: the exception above was raised {stage}", err=True)
 
 

@@ -187,3 +187,12 @@ def test_a_forced_change_of_what_is_in_the_saved_state_is_told_as_it_is() -> Non
         "optimizer.lr: 0.1 -> 0.5 (not applied: the state that was saved goes on with its own)",
         "loop.max_steps: None -> 7",
     ]
+
+
+def test_a_run_that_becomes_longer_than_its_schedule_is_told_so() -> None:
+    schedule = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 20}
+    before, after = (load_config({"scheduler": schedule, "loop": {"max_steps": steps}}) for steps in (20, 30))
+    lengthened, schedule_is_over = check_changes(before, after, force=False)
+    assert lengthened == "loop.max_steps: 20 -> 30"
+    assert schedule_is_over.startswith("scheduler.T_max is still 20")
+    assert check_changes(after, before, force=False) == ["loop.max_steps: 30 -> 20"]
