@@ -189,7 +189,7 @@ def test_validate_says_ok_or_lists_every_problem(capsys: pytest.CaptureFixture[s
 
 def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_steps: an integer ≥ 1 or null" in out(capsys, "config", "schema")
-    assert "torch.optim.AdamW(params, lr=" in out(capsys, "config", "schema", "quickstart")
+    assert "safetrain.optimizers.adamw(params, lr=" in out(capsys, "config", "schema", "quickstart")
     assert json.loads(out(capsys, "config", "schema", "--json"))["title"] == "safetrain config"
 
 
