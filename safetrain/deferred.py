@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import gradients, stepping
+from . import gradients
 from .errors import UsageError
 from .measure import Measurement
 from .rng import RandomState
@@ -120,7 +120,7 @@ class DeferredCommits:
         optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         with trainer.scaled_lr(self._lr_scale):
-            stepping.step(optimizer)
+            trainer.stepper.step()
         trainer.transaction.restore_where(bad)
         trainer.advance_schedule()
         if trainer.ema is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from .errors import UsageError
+from .stepping import Stepper
 
 
 def adamw(
@@ -91,11 +92,12 @@ class OptimizerGroup(Optimizer):
         for optimizer in optimizers.values():
             self.state.update(optimizer.state)
         self._hand_out()
+        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each of them."""
-        for optimizer in self.optimizers.values():
-            optimizer.step()
+        for stepper in self._steppers:
+            stepper.step()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of one optimizer with all the parameter groups."""

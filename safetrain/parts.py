@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from . import assembly, gradients, stepping
+from . import assembly, gradients
 from .audit import Audit
 from .config import load_config
 from .config.targets import instantiate
@@ -24,6 +24,8 @@ from .panel import Panel
 from .patches import Patches
 from .recovery import Ladder, LastGood
 from .rng import seed_everything
+from .stepping import Stepper
+from .torch_optim import leave_compiler_alone
 from .transaction import Transaction
 from .view import StepView
 
@@ -54,6 +56,7 @@ class TrainerParts:
         `guards` are added to those of the config; one with the same name takes its place. The run directory is made by
         `fit`, below `runs/` unless `run_dir` says where.
         """
+        leave_compiler_alone()
         self.config = load_config(config)
         self._run_dir = run_dir
         if self.config.seed is not None:
@@ -73,6 +76,7 @@ class TrainerParts:
             self._loss_fn = None if self.config.loss is None else assembly.build_loss(self.config.loss)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
         assembly.check_optimizer(self.model, self.optimizer)
+        self.stepper = Stepper(self.optimizer)
         self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
         if train_data is None:
             built = self.build_data()
@@ -94,7 +98,6 @@ class TrainerParts:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)
         self._is_uniform = gradients.are_uniform(self._parameters)
-        self._small_groups = stepping.small_groups(self.optimizer)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import assembly, gradients, stepping
+from . import assembly, gradients
 from .batch import same_nest
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .forensics.raised import is_numeric
@@ -224,7 +224,7 @@ class SafeTrainer(TrainerSession):
             gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            stepping.step(self.optimizer, self._small_groups)
+            self.stepper.step()
         if before is not None:
             if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)

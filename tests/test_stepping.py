@@ -6,6 +6,9 @@ from small import assert_same, make_batches, make_model, mse
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from safetrain import stepping
+from safetrain.optimizers import OptimizerGroup
+from safetrain.stepping import Stepper
+from safetrain.torch_optim import quiet_step
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -17,20 +20,29 @@ OPTIMIZERS = {
 }
 
 
+def by_torch(optimizer):
+    return optimizer.step
+
+
+def by_us(optimizer):
+    return Stepper(optimizer).step
+
+
 def trained(make, step, dtype=torch.float32):
     torch.manual_seed(0)
     model = make_model(dropout=0.0).to(dtype)
     optimizer = make(list(model.parameters()))
+    step = step(optimizer)
     for batch in make_batches(5):
         optimizer.zero_grad()
         mse(model, [tensor.to(dtype) for tensor in batch]).backward()
-        step(optimizer)
+        step()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_numbers_are_the_same(make):
-    assert_same(trained(make, lambda optimizer: optimizer.step()), trained(make, stepping.step))
+    assert_same(trained(make, by_torch), trained(make, by_us))
 
 
 OPEN_FORM = {
@@ -51,15 +63,18 @@ def test_all_tensors_at_once_give_the_same_bits(kind, options, dtype):
     forms = []
 
     def at_once(optimizer):
-        groups = stepping.small_groups(optimizer)
-        seen = optimizer.register_step_pre_hook(lambda o, *_: forms.append([g["foreach"] for g in o.param_groups]))
-        stepping.step(optimizer, groups)
-        seen.remove()
-        stepping.step(optimizer, groups)
+        stepper = Stepper(optimizer)
+
+        def twice():
+            seen = optimizer.register_step_pre_hook(lambda o, *_: forms.append([g["foreach"] for g in o.param_groups]))
+            stepper.step()
+            seen.remove()
+            stepper.step()
+
+        return twice
 
     def one_by_one(optimizer):
-        optimizer.step()
-        optimizer.step()
+        return lambda: (optimizer.step(), optimizer.step())
 
     def make(parameters):
         return kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.01, **options)
@@ -89,13 +104,13 @@ def test_what_the_user_chose_stays(options):
     optimizer = torch.optim.AdamW(parameters, **options)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    assert stepping.small_groups(optimizer) == [0]
+    assert stepping._small_groups(optimizer) == [0]
     assert not stepping._leaves_form_open(optimizer.param_groups[0])
 
 
 def test_large_groups_and_foreign_optimizers_go_one_by_one():
     def small(*sizes, kind=torch.optim.AdamW):
-        return stepping.small_groups(kind([torch.nn.Parameter(torch.ones(size)) for size in sizes]))
+        return stepping._small_groups(kind([torch.nn.Parameter(torch.ones(size)) for size in sizes]))
 
     class Own(torch.optim.AdamW):
         pass
@@ -104,14 +119,14 @@ def test_large_groups_and_foreign_optimizers_go_one_by_one():
     assert small(10) == []
     assert small(10, 2**18) == []
     assert small(10, 10, kind=Own) == []
-    assert stepping.small_groups(torch.optim.SGD(torch.nn.Linear(2, 2).bfloat16().parameters())) == []
+    assert stepping._small_groups(torch.optim.SGD(torch.nn.Linear(2, 2).bfloat16().parameters())) == []
 
 
 def test_the_form_is_open_again_after_a_step_that_raised(optimizer):
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]})
     optimizer.register_step_post_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        stepping.step(optimizer, stepping.small_groups(optimizer))
+        Stepper(optimizer).step()
     assert [group["foreach"] for group in optimizer.param_groups] == [None, None]
 
 
@@ -123,14 +138,14 @@ def optimizer():
 
 
 def test_the_shortcut_exists_for_the_torch_that_is_installed(optimizer):
-    assert stepping._inner(optimizer) is not None
+    assert quiet_step(optimizer) is not None
 
 
 def test_hooks_are_called(optimizer):
     called = []
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    stepping.step(optimizer)
+    Stepper(optimizer).step()
     assert called == ["before", "after"]
 
 
@@ -138,7 +153,7 @@ def test_global_hooks_are_called(optimizer):
     called = []
     handle = register_optimizer_step_post_hook(lambda *_: called.append("after"))
     try:
-        stepping.step(optimizer)
+        Stepper(optimizer).step()
     finally:
         handle.remove()
     assert called == ["after"]
@@ -146,13 +161,15 @@ def test_global_hooks_are_called(optimizer):
 
 def test_a_profiler_sees_the_step(optimizer):
     with torch.autograd.profiler.profile() as profile:
-        stepping.step(optimizer)
+        Stepper(optimizer).step()
     assert any("Optimizer.step#AdamW" in event.name for event in profile.function_events)
 
 
 def test_a_scheduler_knows_of_the_step(optimizer, recwarn):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    stepping.step(optimizer)
+    assert quiet_step(optimizer) is not None
+    del optimizer._opt_called
+    Stepper(optimizer).step()
     scheduler.step()
     assert not recwarn.list  # it would warn of an update that was left out
 
@@ -160,9 +177,9 @@ def test_a_scheduler_knows_of_the_step(optimizer, recwarn):
 def test_a_step_that_was_replaced_is_the_one_that_is_called(optimizer, monkeypatch):
     called = []
     monkeypatch.setattr(type(optimizer), "step", lambda self: called.append("of the class"))
-    stepping.step(optimizer)
+    Stepper(optimizer).step()
     optimizer.step = lambda: called.append("of the instance")
-    stepping.step(optimizer)
+    Stepper(optimizer).step()
     assert called == ["of the class", "of the instance"]
 
 
@@ -177,5 +194,38 @@ def test_an_optimizer_with_a_step_of_its_own_is_stepped():
                 parameter.mul_(0.5)
 
     parameter = torch.nn.Parameter(torch.ones(2))
-    stepping.step(Halving([parameter]))
+    Stepper(Halving([parameter])).step()
     assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_listeners_are_called_around_each_step(optimizer):
+    called, stepper = [], Stepper(optimizer)
+    stop = stepper.listen(lambda: called.append("before"), lambda: called.append("after"))
+    stepper.step()
+    stop()
+    stepper.step()
+    assert called == ["before", "after"]
+
+
+def test_a_group_of_optimizers_gives_the_same_bits():
+    def together(parameters):
+        return OptimizerGroup(a=torch.optim.AdamW(parameters[:2], lr=0.1), b=torch.optim.Adam(parameters[2:], lr=0.01))
+
+    def alone(optimizer):
+        return lambda: [each.step() for each in optimizer.optimizers.values()]
+
+    assert_same(trained(together, alone), trained(together, by_us))
+
+
+def test_grad_mode_is_the_users_in_an_optimizer_of_the_users():
+    seen = []
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.5})
+
+        def step(self, closure=None):
+            seen.append(torch.is_grad_enabled())
+
+    Stepper(Own([torch.nn.Parameter(torch.ones(2))])).step()
+    assert seen == [True]

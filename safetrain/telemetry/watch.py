@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from .sink import Sink
 
 if TYPE_CHECKING:
+    from ..stepping import Stepper
     from .sink import Telemetry
-    from .vitals import Vitals
 
 SECONDS = 2.0
 """Between two measurements of the update, which take about a millisecond."""
@@ -110,21 +107,18 @@ def _weights_and_gradients(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def watching(
     model: nn.Module,
-    optimizer: Optimizer,
+    stepper: Stepper,
     telemetry: Telemetry,
     step: Callable[[], int],
     histograms_every: int | None = None,
 ) -> Iterator[None]:
-    """Look at updates until the end of the block. Nothing is changed, and no random number drawn.
-
-    The hooks are there only for an update that is looked at: an optimizer that has hooks takes longer (see `stepping`).
-    """
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+    """Look at updates until the end of the block. Nothing is changed, and no random number drawn."""
+    trained = [p for group in stepper.optimizer.param_groups for p in group["params"] if p.is_floating_point()]
     ratio = UpdateRatio(trained)
     num_shown = 0
     telemetry.vitals.gauges["health/update_ratio"] = ratio.read
 
-    def before(*_: Any) -> None:
+    def before() -> None:
         if telemetry.is_busy:  # an update that is only tried
             return
         nonlocal num_shown
@@ -133,27 +127,9 @@ def watching(
             num_shown = step() // histograms_every + 1
             telemetry.tensors(_weights_and_gradients(model), step())
 
-    def after(*_: Any) -> None:
-        ratio.after_update()
-        if histograms_every is None and not ratio.is_due:
-            handles.close()
-
-    def listen() -> None:
-        handles.callback(optimizer.register_step_pre_hook(before).remove)
-        handles.callback(optimizer.register_step_post_hook(after).remove)
-
-    class Listener(Sink):
-        def refreshed(self, vitals: Vitals) -> None:
-            if histograms_every is None and ratio.is_due:
-                handles.close()
-                listen()
-
-    handles, listener = ExitStack(), Listener()
-    telemetry.sinks.append(listener)
-    listen()
+    stop = stepper.listen(before, ratio.after_update)
     try:
         yield
     finally:
-        handles.close()
-        telemetry.sinks.remove(listener)
+        stop()
         del telemetry.vitals.gauges["health/update_ratio"]

@@ -1,0 +1,289 @@
+"""The step of Adam and AdamW on a CPU in a fraction of torch's time, with the same bits.
+
+torch goes from tensor to tensor, with nine operations for each. Of small tensors that is nearly all overhead, and large ones pass
+through the core's cache nine times. Here the moments of small tensors lie end to end in one piece of memory, so that an operation
+moves all of them, and large tensors are worked through in pieces that stay in the cache. Every number goes through the same
+operations in the same order. That this gives the same bits here is tried before it is relied on.
+
+    6 tensors, 7 thousand numbers       111 → 33 µs
+    53 tensors, 0.8 million numbers     1.5 → 1.0 ms
+    400 tensors, 14 thousand numbers    6.1 → 1.0 ms
+    1 tensor, 16 million numbers         72 → 20 ms
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from .torch_optim import bare_step
+
+PIECE = 2**18
+"""Numbers that a thread works on at once; with their moments and gradients 5 MB."""
+_KEYS = ("exp_avg", "exp_avg_sq", "step")
+_state_of = operator.itemgetter(*_KEYS)
+_gradient, _dtype, _is_sparse = (operator.attrgetter(name) for name in ("grad", "dtype", "is_sparse"))
+_flattened: Any = getattr(torch._C._nn, "flatten_dense_tensors", None)
+
+
+def can_pack(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own that this file knows. Its options are looked at in each step."""
+    return type(optimizer) in (Adam, AdamW) and _flattened is not None
+
+
+class PackedAdam:
+    """Makes the steps of one optimizer, whose state stays where others look for it, as views of the packed memory.
+
+    State that is replaced (by a rollback, say), parameters that get gradients or get none, other options: all that is noticed.
+    """
+
+    def __init__(self, optimizer: Optimizer, piece: int = PIECE, is_trial: bool = False) -> None:
+        self._optimizer, self._piece, self._is_trial = optimizer, piece, is_trial
+        self._packs: list[list[_Pack]] | None = None
+        self._num_tries = 20
+        """To pack: a model that trains other parameters in each step is left to torch."""
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """What `optimizer.step()` does. False: nothing was done, and that is to be called."""
+        groups = self._optimizer.param_groups
+        if not all(map(_is_ordinary, groups)) or not (self._is_current() or self._pack()):
+            return False
+        assert self._packs is not None
+        is_decoupled = type(self._optimizer) is AdamW
+        for group, packs in zip(groups, self._packs, strict=True):
+            for pack in packs:
+                pack.step(_numbers(group, pack.num_steps + 1, is_decoupled))
+        return True
+
+    def _is_current(self) -> bool:
+        """Whether all is as it was packed; the gradients of this step are then known to the packs."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        if self._packs is None or len(groups) != len(self._packs):
+            return False
+        if len(state) != len(self._entries) or not all(map(operator.is_, state.values(), self._entries)):
+            return False
+        if any(parameter.grad is not None for parameter in self._unmoved):
+            return False
+        return all(pack.find_gradients() for packs in self._packs for pack in packs)
+
+    def _pack(self) -> bool:
+        """What has a gradient now; False if that cannot be packed, because torch has not made its state yet, for example."""
+        if not self._num_tries:
+            return False
+        state, size = self._optimizer.state, self._piece * torch.get_num_threads()
+        moved = [[p for p in group["params"] if p.grad is not None] for group in self._optimizer.param_groups]
+        every = [parameter for parameters in moved for parameter in parameters]
+        if not all(_fits(parameter, state.get(parameter)) for parameter in every):
+            return False
+        if len({parameter.untyped_storage().data_ptr() for parameter in every}) != len(every):
+            return False  # where two share memory, the order matters
+        if not (self._is_trial or all(map(_is_exact, {parameter.dtype for parameter in every}))):
+            return False
+        self._num_tries -= 1
+        self._unmoved = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is None]
+        self._entries = list(state.values())
+        self._packs = [
+            [_Large(p, state, size) if len(p) == 1 else _Small(p, state) for p in _shared_out(parameters, size)]
+            for parameters in moved
+        ]
+        return self._is_current()
+
+
+class _Numbers(NamedTuple):
+    """What a step is made with, as torch computes it."""
+
+    kept: float | None
+    """Share of the weights that AdamW's decay leaves."""
+    decay: float
+    """Share of the weights that Adam's decay adds to the gradient."""
+    new_mean: float
+    old_square: float
+    new_square: float
+    correction: float
+    eps: float
+    step_size: float
+
+
+def _numbers(group: dict[str, Any], num_steps: float, is_decoupled: bool) -> _Numbers:
+    beta1, beta2 = group["betas"]
+    lr, decay = group["lr"], group["weight_decay"]
+    is_decoupled = group.get("decoupled_weight_decay", is_decoupled)
+    return _Numbers(
+        kept=1 - lr * decay if decay != 0 and is_decoupled else None,
+        decay=0.0 if is_decoupled else decay,
+        new_mean=1 - beta1,
+        old_square=beta2,
+        new_square=1 - beta2,
+        correction=(1 - beta2**num_steps) ** 0.5,
+        eps=group["eps"],
+        step_size=lr / (1 - beta1**num_steps),
+    )
+
+
+class _Pack:
+    """Parameters that are moved together. `_state` are the tensors that the optimizer must have for them, one after the other."""
+
+    _mean: Tensor
+    _square: Tensor
+    _scratch: Tensor
+    _steps: Tensor
+    _state: list[Tensor]
+
+    num_steps: float
+    """Made so far."""
+
+    def __init__(self, parameters: list[Tensor], entries: list[dict[str, Any]]) -> None:
+        self.parameters, self._entries = parameters, entries
+        self._gradients: list[Tensor] = []
+
+    def find_gradients(self) -> bool:
+        """False if one has none that is dense, or another state than it was packed with, or made more steps than another."""
+        try:
+            if not all(map(operator.is_, chain.from_iterable(map(_state_of, self._entries)), self._state)):
+                return False
+        except KeyError:
+            return False
+        steps = self._steps.tolist()
+        self.num_steps = steps[0]
+        if steps.count(self.num_steps) != len(steps):
+            return False
+        self._gradients = gradients = list(map(_gradient, self.parameters))
+        if not all(map(operator.is_not, gradients, repeat(None))):
+            return False
+        return set(map(_dtype, gradients)) == {self._mean.dtype} and not any(map(_is_sparse, gradients))
+
+    def step(self, numbers: _Numbers) -> None:
+        raise NotImplementedError
+
+    def _taken(self, decay: float) -> list[Tensor]:
+        """The gradients, which are not kept beyond the step."""
+        gradients, self._gradients = self._gradients, []
+        return gradients if decay == 0 else torch._foreach_add(gradients, self.parameters, alpha=decay)  # type: ignore[return-value]
+
+
+class _Small(_Pack):
+    """Several tensors: their moments lie end to end."""
+
+    def __init__(self, parameters: list[Tensor], state: Any) -> None:
+        super().__init__(parameters, entries := [state[parameter] for parameter in parameters])
+        self._mean, self._square = (_flattened([entry[key] for entry in entries]) for key in _KEYS[:2])
+        self._steps = torch.stack([entry["step"] for entry in entries])
+        self._scratch = torch.empty_like(self._mean)
+        self._kept, self._kept_value = self._mean.new_ones(()), 1.0
+        """As a tensor: a Python number is made into one for each parameter."""
+        self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
+        owned = zip(self._means, self._shaped(self._square), self._steps.unbind(), strict=True)
+        for entry, tensors in zip(entries, owned, strict=True):
+            entry.update(zip(_KEYS, tensors, strict=True))
+        self._state = list(chain.from_iterable(map(_state_of, entries)))
+
+    def _shaped(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    def step(self, numbers: _Numbers) -> None:
+        self._steps.add_(1)
+        gradient = _flattened(self._taken(numbers.decay))
+        if numbers.kept is not None:
+            if numbers.kept != self._kept_value:
+                self._kept_value = numbers.kept
+                self._kept.fill_(numbers.kept)
+            torch._foreach_mul_(self.parameters, self._kept)
+        _follow(gradient, self._mean, self._square, self._scratch, numbers)
+        torch._foreach_addcdiv_(self.parameters, self._means, self._denominators, -numbers.step_size)
+
+
+class _Large(_Pack):
+    """One tensor: its moments stay where they are."""
+
+    def __init__(self, parameters: list[Tensor], state: Any, size: int) -> None:
+        super().__init__(parameters, [entry := state[parameters[0]]])
+        self._state = list(_state_of(entry))
+        self._mean, self._square = (entry[key].view(-1) for key in _KEYS[:2])
+        self._steps = entry["step"].view(1)
+        self._scratch = torch.empty_like(self._mean[:size])
+        self._size = size
+
+    def step(self, numbers: _Numbers) -> None:
+        self._steps.add_(1)
+        gradient = self._taken(numbers.decay)[0].reshape(-1)
+        whole = (self.parameters[0].view(-1), gradient, self._mean, self._square)
+        for weight, slope, mean, square in zip(*(torch.split(t, self._size) for t in whole), strict=True):
+            if numbers.kept is not None:
+                weight.mul_(numbers.kept)
+            denominator = self._scratch[: len(weight)]
+            _follow(slope, mean, square, denominator, numbers)
+            weight.addcdiv_(mean, denominator, value=-numbers.step_size)
+
+
+def _follow(gradient: Tensor, mean: Tensor, square: Tensor, denominator: Tensor, numbers: _Numbers) -> None:
+    """Let the moments follow the gradient, and compute what the mean is divided by."""
+    mean.lerp_(gradient, numbers.new_mean)
+    square.mul_(numbers.old_square).addcmul_(gradient, gradient, value=numbers.new_square)
+    torch.sqrt(square, out=denominator).div_(numbers.correction).add_(numbers.eps)
+
+
+def _is_ordinary(group: dict[str, Any]) -> bool:
+    """With options that this file knows, and in a form that the user has left open."""
+    if group["foreach"] is not None or group["fused"] or group["differentiable"] or group["capturable"]:
+        return False
+    if group["amsgrad"] or group["maximize"]:
+        return False
+    return not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"], group["weight_decay"]))
+
+
+def _fits(parameter: Tensor, state: Any) -> bool:
+    if type(parameter) is not nn.Parameter or not state or not all(isinstance(state.get(key), Tensor) for key in _KEYS):
+        return False
+    if parameter.dtype not in (torch.float32, torch.float64) or parameter.device.type != "cpu" or not parameter.numel():
+        return False
+    tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
+    return state["step"].dim() == 0 and all(
+        tensor.is_contiguous() and tensor.shape == parameter.shape and tensor.dtype is parameter.dtype
+        for tensor in tensors
+    )
+
+
+def _shared_out(parameters: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """In packs of one type with at most `size` numbers; a larger tensor is a pack of its own."""
+    pack: list[Tensor] = []
+    room = size
+    for parameter in parameters:
+        if pack and (parameter.numel() > room or parameter.dtype is not pack[0].dtype):
+            yield pack
+            pack, room = [], size
+        pack.append(parameter)
+        room -= parameter.numel()
+    if pack:
+        yield pack
+
+
+@functools.cache
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Try it: sizes that fill a processor's vectors and that do not, in packs and in pieces, against torch's own step."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(size, dtype=dtype, generator=generator) for size in (1, 3, 7, 8, 15, 16, 33, 64, 100, 1000)]
+    slopes = [[10.0 * torch.randn(t.shape, dtype=dtype, generator=generator) for t in first] for _ in range(4)]
+    for kind in (Adam, AdamW):
+        outcomes = []
+        for is_packed in (False, True):
+            parameters = [nn.Parameter(tensor.clone()) for tensor in first]
+            optimizer = kind(parameters, lr=0.01, weight_decay=0.1)
+            packed = PackedAdam(optimizer, piece=96, is_trial=True)
+            for gradients in slopes:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                if not (is_packed and packed.step()):
+                    bare_step(kind)(optimizer)
+            outcomes.append([*parameters, *(optimizer.state[p][key] for p in parameters for key in _KEYS)])
+        if not all(map(torch.equal, *outcomes)):
+            return False
+    return True
