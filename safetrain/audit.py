@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .collective import gather
+from .copies import joined
 from .ema import Ema
-from .gradients import numbers_of, peak
-from .sharding import is_sharded, local
+from .gradients import FEW, numbers_of, peak
+from .sharding import any_spread, is_sharded, local
 from .transaction import Transaction
 
 
@@ -29,7 +31,7 @@ class Audit:
 
         Parameters that forward writes to are looked at with the buffers.
         """
-        return peak([tensor for _, tensor in self._persistent()])
+        return peak([tensor for *_, tensor in self._persistent()])
 
     def bad_state(self) -> dict[str, str]:
         """Names of the non-finite tensors with what is wrong. Reads everything to the host."""
@@ -42,23 +44,33 @@ class Audit:
     def _problems(self, buffers: list[tuple[str, Tensor]]) -> dict[str, str]:
         written = self._transaction.written_parameters
         labelled = ((name if name in written else f"buffer {name}", buffer) for name, buffer in buffers)
-        named = [*self._persistent(), *labelled]
-        problems = {name: problem for name, tensor in named if (problem := _problem(tensor))}
+        problems = {
+            self._name(what, owner): problem
+            for what, owner, tensor in self._persistent()
+            if (problem := _problem(local(tensor)))
+        }
+        problems |= {name: problem for name, tensor in labelled if (problem := _problem(tensor))}
         if self._is_sharded:  # each process sees its own part only
             return {name: problem for found in gather(problems) for name, problem in found.items()}
         return problems
 
-    def _persistent(self) -> Iterator[tuple[str, Tensor]]:
+    def _persistent(self) -> Iterator[tuple[str, Any, Tensor]]:
+        """Tensors with what they are and whose: their names are made up only for those that are bad."""
         ignored = self._transaction.born_bad | self._transaction.written_parameters
         for name, weight in self._model.named_parameters():
             if name not in ignored and _has_floats(weight):
-                yield name, local(weight.detach())
+                yield "", name, weight.detach()
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and _has_floats(value):
-                    yield f"optimizer {key} of {self._names.get(id(parameter), 'a parameter')}", local(value)
+                    yield key, parameter, value
         if self._ema is not None:
-            yield from ((f"ema {name}", local(weight)) for name, weight in self._ema.weights.items())
+            yield from (("ema", name, weight) for name, weight in self._ema.weights.items())
+
+    def _name(self, what: str, owner: Any) -> str:
+        if isinstance(owner, str):
+            return f"{what} {owner}".lstrip()
+        return f"optimizer {what} of {self._names.get(id(owner), 'a parameter')}"
 
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -73,20 +85,33 @@ def is_second_moment(name: str) -> bool:
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of each floating-point tensor, or of this process's part of it; both are NaN if one of its values is."""
-    names: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    pairs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    spread = any_spread(tensors.values())
+    kinds: dict[tuple[torch.device, torch.dtype, bool], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        tensor = local(tensor)
-        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = local(tensor) if spread else tensor
+        size = tensor.numel()
+        if size and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            low, high = torch.aminmax(real.float() if real.element_size() == 1 else real)  # not for float8
-            names.setdefault((low.device, low.dtype), []).append(name)
-            pairs.setdefault((low.device, low.dtype), []).extend((low, high))
+            real = real.float() if real.element_size() == 1 else real  # nothing is defined for float8
+            is_small = size <= FEW and real.is_cpu and real.layout is torch.strided
+            kinds.setdefault((real.device, real.dtype, is_small), {})[name] = real
     peaks: dict[str, tuple[float, float]] = {}
-    for kind, found in pairs.items():
-        rows = torch.stack(found).cpu().double().view(-1, 2).numpy().tolist()  # one transfer for each kind of tensor
-        peaks.update((name, (low, high)) for name, (low, high) in zip(names[kind], rows, strict=True))
+    for (_, _, are_small), named in kinds.items():
+        ends = _ends_of_small(list(named.values())) if are_small else _ends(named.values())
+        rows = ends.cpu().double().numpy().tolist()  # one transfer for each kind of tensor
+        peaks.update((name, (low, high)) for name, (low, high) in zip(named, rows, strict=True))
     return peaks
+
+
+@torch.no_grad()
+def _ends_of_small(tensors: list[Tensor]) -> Tensor:
+    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    values = joined(tensors)
+    return torch.stack([torch.segment_reduce(values, end, lengths=sizes) for end in ("min", "max")], dim=1)
+
+
+def _ends(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)]).view(-1, 2)
 
 
 def problems_in(peaks: Mapping[str, tuple[float, float]], ignored: Sequence[str]) -> dict[str, str]:

@@ -5,9 +5,12 @@ Changes no number: with or without it, and however often it saves, the weights c
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +72,7 @@ class Keeper:
             self.save(required=True)
         self._seen = (self._run.result.steps, self._run.num_refusals)
         if self._config.snapshot_every is not None:
-            self._take_snapshot(TrainState.gather(self._trainer, progress=False))
+            self._take_snapshot()
 
     def after_step(self) -> None:
         """Save and copy what is due. Costs a few comparisons when nothing is."""
@@ -78,7 +81,7 @@ class Keeper:
         every = self._config.snapshot_every
         if every is not None and steps // every > self._snapshot_steps // every:
             self._trainer._settle()
-            self._take_snapshot(TrainState.gather(self._trainer, progress=False))
+            self._take_snapshot()
         if self._saver is None:
             return
         if num_processes() == 1:  # several learn of an error together, at the next save: a thread ends when it likes
@@ -243,12 +246,14 @@ class Keeper:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, state: TrainState) -> None:
+    def _take_snapshot(self) -> None:
         self._snapshot_steps = self._run.result.steps
-        if self.snapshots.first is None:
-            self._fit_into_memory(state.num_bytes)
         rejected_before, self.rejected = bool(self.rejected), {}
-        audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
+        with _nothing_collected():
+            state = TrainState.gather(self._trainer, progress=False)
+            if self.snapshots.first is None:
+                self._fit_into_memory(state.num_bytes)
+            audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
         if audit.is_fatal:
             self._refuse(audit.problems)
         elif audit.problems:
@@ -298,6 +303,19 @@ class Keeper:
         raise CheckpointError(
             "there is no state to go back to.\nTo fix: set checkpoint.snapshot_every or checkpoint.enabled."
         )
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without Python's garbage collector: with thousands of tensors it would start several times, and go through every object of
+    the process, which takes longer than the rest."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _agreed(audit: SnapshotAudit) -> SnapshotAudit:

@@ -53,11 +53,30 @@ class Twins:
 
 @pytest.mark.parametrize("piece", [40, packed_adam.PIECE], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("fused", [None, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"weight_decay": 0.3, "eps": 1e-3}], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_bits_are_those_of_torch(kind, options, dtype, piece):
-    twins = Twins(make(kind, dtype, **options), piece)
+def test_the_bits_are_those_of_torch(kind, options, fused, dtype, piece):
+    twins = Twins(make(kind, dtype, fused=fused, **options), piece)
     assert [twins.step() for _ in range(6)] == [False, *[True] * 5]  # torch makes the state
+
+
+def test_a_fused_step_is_skipped_on_the_device_as_torch_does():
+    twins = Twins(make(torch.optim.AdamW, fused=True))
+    for found in (0.0, 0.0, 1.0, 0.0):
+        for optimizer in (twins.plain, twins.ours):
+            optimizer.found_inf = torch.tensor(found)
+        twins.step()
+    assert twins.packed._packs is not None
+    steps = {float(state["step"]) for state in twins.ours.state.values()}
+    assert steps == {3.0}
+
+
+def test_fused_and_unfused_groups_in_one_optimizer():
+    optimizer = make(torch.optim.AdamW)
+    optimizer.param_groups[1]["fused"] = True
+    twins = Twins(optimizer)
+    assert [twins.step() for _ in range(3)] == [False, True, True]
 
 
 def test_with_several_threads():
@@ -153,7 +172,7 @@ def test_a_model_that_always_trains_other_parameters_is_left_to_torch():
         {"amsgrad": True},
         {"maximize": True},
         {"foreach": False},
-        {"fused": True},
+        {"fused": True, "amsgrad": True},
         {"lr": torch.tensor(0.01)},
         {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
     ],
@@ -200,8 +219,8 @@ def test_a_sparse_gradient_is_refused_as_torch_does():
 
 
 def test_a_machine_whose_bits_would_differ_is_left_to_torch(monkeypatch):
-    flattened = packed_adam._flattened
-    monkeypatch.setattr(packed_adam, "_flattened", lambda tensors: flattened(tensors) * (1 + 1e-6))
+    joined = packed_adam.joined
+    monkeypatch.setattr(packed_adam, "joined", lambda tensors: joined(tensors) * (1 + 1e-6))
     packed_adam._is_exact.cache_clear()
     try:
         twins = Twins(make(torch.optim.AdamW))
