@@ -112,7 +112,8 @@ class DeferredCommits:
             return True
         if not self._pending:
             self._remember_schedule()
-        view_fields = {"step": trainer.step, "lrs": trainer.scheduled_lrs(), "limits": limits}
+        known = {"step": trainer.step, "epoch": trainer.stream.epoch}
+        view_fields = {**known, "lrs": trainer.scheduled_lrs(), "limits": limits}
         bad = ~torch.isfinite(measurement.losses_and_norm()).all()
         if (buffer_peak := trainer.transaction.buffer_peak()) is not None:
             bad = bad | ~torch.isfinite(buffer_peak)
@@ -218,7 +219,7 @@ class DeferredCommits:
     def _refused(self, each: Pending, view: StepView, decision: Decision, was_bad: bool) -> bool:
         trainer = self._trainer
         if decision.action is Action.STOP and not was_bad:  # the weights have it in them
-            trainer.run.stepped(view, decision, "commit", trainer.stream.epoch)
+            trainer.run.stepped(view, decision, "commit")
             told = Verdict(
                 reason=f"the step was applied before its numbers were read (loop.host_read_every={self._every})"
             )
@@ -234,12 +235,12 @@ class DeferredCommits:
         action = Action.SKIP if was_bad else Action.COMMIT
         verdict = Verdict(action, reason="done on the device; the run ended before its numbers were judged")
         trainer = self._trainer
-        trainer.run.stepped(self._view(each, values), merge([("loop", verdict)]), str(action), trainer.stream.epoch)
+        trainer.run.stepped(self._view(each, values), merge([("loop", verdict)]), str(action))
 
     def tell_undone(self, view: StepView) -> None:
         """A step was computed with weights that a rollback has taken away."""
         trainer = self._trainer
-        trainer.run.stepped(view, merge([("loop", UNDONE)]), "rollback", trainer.stream.epoch)
+        trainer.run.stepped(view, merge([("loop", UNDONE)]), "rollback")
 
     def _next_lr_scale(self) -> float:
         view = self._last_view

@@ -90,13 +90,14 @@ class PackedAdam:
         unfused = [p for group, of_group in zip(groups, moved, strict=True) if not group["fused"] for p in of_group]
         if not (self._is_trial or all(map(_is_exact, {parameter.dtype for parameter in unfused}))):
             return False
+        scratch = {dtype: torch.empty(size, dtype=dtype) for dtype in {parameter.dtype for parameter in unfused}}
         self._num_tries -= 1
         self._unmoved = [p for group in groups for p in group["params"] if p.grad is None]
         self._entries = list(state.values())
         self._packs = [
             [_Fused(p, state) for p in _shared_out(of_group, math.inf)]
             if group["fused"]
-            else [_Large(p, state, size) if len(p) == 1 else _Small(p, state) for p in _shared_out(of_group, size)]
+            else [(_Large if len(p) == 1 else _Small)(p, state, scratch) for p in _shared_out(of_group, size)]
             for group, of_group in zip(groups, moved, strict=True)
         ]
         return self._is_current()
@@ -231,11 +232,11 @@ class _Unfused(_Pack):
 class _Small(_Unfused):
     """Several tensors: their moments lie end to end."""
 
-    def __init__(self, parameters: list[Tensor], state: Any) -> None:
+    def __init__(self, parameters: list[Tensor], state: Any, scratch: dict[torch.dtype, Tensor]) -> None:
         super().__init__(parameters, entries := [state[parameter] for parameter in parameters])
         self._mean, self._square = (joined([entry[key] for entry in entries]) for key in _KEYS[:2])
         self._steps = torch.stack([entry["step"] for entry in entries])
-        self._scratch = torch.empty_like(self._mean)
+        self._scratch = scratch[self._dtype][: len(self._mean)]
         self._kept, self._kept_value = self._mean.new_ones(()), 1.0
         """As a tensor: a Python number is made into one for each parameter."""
         self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
@@ -262,17 +263,16 @@ class _Small(_Unfused):
 class _Large(_Unfused):
     """One tensor: its moments stay where they are."""
 
-    def __init__(self, parameters: list[Tensor], state: Any, size: int) -> None:
+    def __init__(self, parameters: list[Tensor], state: Any, scratch: dict[torch.dtype, Tensor]) -> None:
         super().__init__(parameters, [entry := state[parameters[0]]])
         self._state = list(_state_of(entry))
         self._mean, self._square = (entry[key].view(-1) for key in _KEYS[:2])
         self._steps = entry["step"].view(1)
-        self._scratch = torch.empty_like(self._mean[:size])
-        self._size = size
+        self._scratch = scratch[self._dtype]
 
     def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
         whole = (self.parameters[0].view(-1), gradients[0].reshape(-1), self._mean, self._square)
-        for weight, slope, mean, square in zip(*(torch.split(t, self._size) for t in whole), strict=True):
+        for weight, slope, mean, square in zip(*(torch.split(t, len(self._scratch)) for t in whole), strict=True):
             if numbers.kept is not None:
                 weight.mul_(numbers.kept)
             denominator = self._scratch[: len(weight)]

@@ -291,7 +291,7 @@ class Run:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def stepped(self, view: StepView, decision: Decision, outcome: str, epoch: int) -> None:
+    def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
         """Note one decided step: `outcome` is the action taken, or `overflow`."""
         self._losses.append(view.loss if view.refused_loss is None else view.refused_loss)
         committed = outcome == "commit"
@@ -309,7 +309,7 @@ class Run:
             self.consecutive_refusals += 1
             self.num_refusals += 1
             self.refused_steps.append(view.step)
-        self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps, epoch))
+        self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps))
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident:
         """An incident with what is known at once: who refused the step, and why."""
@@ -321,12 +321,12 @@ class Run:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
 
-    def close_incident(self, case: Case, settlement: Settlement, epoch: int) -> None:
+    def close_incident(self, case: Case, settlement: Settlement) -> None:
         """Note what was done about a refused step; keep and tell its incident."""
         incident, view = case.incident, case.view
         incident.decision = Outcome(str(settlement.action), [*case.decision.reasons, *settlement.reasons])
         if settlement.action is not Action.COMMIT and case.is_step:
-            self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action), epoch)
+            self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action))
         if settlement.action is Action.ROLLBACK:
             self.rollback_steps.append(view.step)
             self.num_restarts += case.num_restarts if case.wants_restart else 0

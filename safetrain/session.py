@@ -189,7 +189,8 @@ class TrainerSession(TrainerParts):
         return window
 
     def _end_epoch(self) -> None:
-        self._settle()
+        if self._eval_stream is not None:
+            self._settle()
         self.stream.next_epoch()
         self.run.result.epochs += 1
         self._evaluate_if_due(epoch_ended=True)

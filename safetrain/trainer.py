@@ -191,6 +191,7 @@ class SafeTrainer(TrainerSession):
         numbers |= self.run.history(scaler_overflow)
         return StepView.of(
             step=self.step,
+            epoch=self.stream.epoch,
             lrs=self.scheduled_lrs(),
             limits=limits,
             norm_overflow=norm_overflow,
@@ -218,7 +219,7 @@ class SafeTrainer(TrainerSession):
             self.transaction.restore()
             self.engine.update_scale()
             self._clear_gradients()
-            self.run.stepped(view, decision, "overflow", self.stream.epoch)
+            self.run.stepped(view, decision, "overflow")
             return True
         if view.limits.bounded:
             gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
@@ -250,7 +251,7 @@ class SafeTrainer(TrainerSession):
         begin = perf_counter()
         self.panel.learn(view, decision)
         self.run.guard_seconds += perf_counter() - begin
-        self.run.stepped(view, decision, "commit", self.stream.epoch)
+        self.run.stepped(view, decision, "commit")
         self.on_commit(view)
 
     def _remember_good(self, window: Sequence[Any], loss: float) -> None:
@@ -293,6 +294,7 @@ class SafeTrainer(TrainerSession):
         scale = self.engine.loss_scale()
         return StepView(
             step=self.step,
+            epoch=self.stream.epoch,
             loss=math.nan,
             grad_norm=math.nan,
             lrs=self.scheduled_lrs(),
@@ -329,7 +331,7 @@ class SafeTrainer(TrainerSession):
         """Between two steps the state itself was found to be wrong: go back, or stop."""
         self.transaction.begin()
         loss = self.run.result.final_loss
-        view = StepView(max(self.run.step - 1, 0), loss, math.nan, **self.run.history(False))
+        view = StepView(max(self.run.step - 1, 0), loss, math.nan, epoch=self.stream.epoch, **self.run.history(False))
         self.resolve_between_steps(view, merge([(STATE_AUDIT, verdict)]))
 
     def resolve_between_steps(self, view: StepView, decision: Decision) -> None:
@@ -342,7 +344,7 @@ class SafeTrainer(TrainerSession):
 
     def _resolve(self, case: Case) -> Action:
         settlement = self.bench.count_samples(case, self.ladder.settle(case, self.bench))
-        self.run.close_incident(case, settlement, self.stream.epoch)
+        self.run.close_incident(case, settlement)
         self.on_incident(case.incident)
         if settlement.action is Action.STOP:
             raise TrainingStopped(case.incident, self.run.result) from case.view.error

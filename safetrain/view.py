@@ -135,6 +135,8 @@ class StepView:
     it when the step is already in trouble."""
     window: Callable[[], Sequence[Any]] = tuple
     """The micro-batches of the step, on the device. Nothing once the step is over: a view that is kept keeps no data."""
+    epoch: int = 0
+    """Pass over the data that its micro-batches are of."""
     error: Exception | None = None
     """What forward or backward raised, if a guard explained it; the loss and the gradient norm are then NaN."""
 

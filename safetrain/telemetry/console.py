@@ -111,7 +111,7 @@ def step_cells(record: StepRecord, vitals: Vitals) -> list[str]:
     view, total = record.view, vitals.total_steps
     of = f"/{total}" if total is not None else ""
     cells = [
-        f"epoch {record.epoch}",
+        f"epoch {record.view.epoch}",
         f"step {view.step:>{max(6, len(str(total or 0)))}}{of}",
         f"loss {record.loss:<9.5g}",
         f"grad {view.grad_norm:<8.3g}",

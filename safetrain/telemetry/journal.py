@@ -143,7 +143,7 @@ def _fields(record: StepRecord) -> dict[str, Any]:
         "grad_norm": view.grad_norm,
         "lr": view.lr * record.decision.lr_scale,
         "lr_scale": record.decision.lr_scale,
-        "epoch": record.epoch,
+        "epoch": view.epoch,
         "committed": record.num_committed,
     }
     if view.refused_loss is not None:

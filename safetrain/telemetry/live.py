@@ -125,7 +125,7 @@ def _where(vitals: Vitals) -> list[Cell]:
     record = vitals.last
     assert record is not None
     of = f"/{vitals.total_steps:,}" if vitals.total_steps is not None else ""
-    return [(f"epoch {record.epoch}", ""), (f"step {record.num_committed:,}{of}", "bold")]
+    return [(f"epoch {record.view.epoch}", ""), (f"step {record.num_committed:,}{of}", "bold")]
 
 
 def _speed(vitals: Vitals) -> list[Cell]:

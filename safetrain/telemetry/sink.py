@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 """Steps are told in bunches: at the latest after so long, and always before anything else is told."""
-MAX_UNTOLD = 1000
+MAX_UNTOLD = 50
+"""Or when they are so many: more would be enough objects for Python's garbage collector to look at them, again and again."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class StepRecord:
     outcome: str
     """`commit`, `skip`, `rollback`, `stop`, or `overflow` (the fp16 scaler skipped it)."""
     num_committed: int
-    epoch: int
 
     @property
     def loss(self) -> float:
@@ -102,25 +102,35 @@ class Telemetry:
         """Something other than steps is being done."""
         self._log_every = log_every
         self._untold: list[StepRecord] = []
+        self._has_news = False
+        """Steps were told since the last time that it was said how the run is."""
         self._told_at = perf_counter()
 
     def stepped(self, record: StepRecord) -> None:
         self._untold.append(record)
-        if perf_counter() - self._told_at > FLUSH_SECONDS or len(self._untold) >= MAX_UNTOLD:
+        if perf_counter() - self._told_at > FLUSH_SECONDS:
             self._flush()
+        elif len(self._untold) >= MAX_UNTOLD:
+            self._tell_steps()
 
     def _flush(self) -> None:
-        records, self._untold = self._untold, []
         self._told_at = perf_counter()
+        self._tell_steps()
+        if self._has_news:
+            self._has_news = False
+            self.vitals.mark_time()
+            self._tell("refreshed", self.vitals)
+
+    def _tell_steps(self) -> None:
+        records, self._untold = self._untold, []
         if not records:
             return
+        self._has_news = True
         self._tell("stepped", records)
         for record in records:
             self.vitals.add(record)
             if record.view.step % self._log_every == 0 or not record.is_ordinary:
                 self._tell("logged", record, self.vitals)
-        self.vitals.mark_time()
-        self._tell("refreshed", self.vitals)
 
     def started(self, about: Mapping[str, Any]) -> None:
         self.vitals.begin(about.get("total_steps"))

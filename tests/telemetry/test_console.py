@@ -115,8 +115,8 @@ def test_quiet_prints_nothing(tmp_path, capfd):
 def vitals(step=1234, total=5000, loss=2.5, outcome="commit", lr_scale=1.0):
     state = Vitals()
     state.begin(total)
-    view = StepView(step, loss, 0.5, lrs=(0.004,))
-    state.add(StepRecord(view, merge([("g", Verdict(lr_scale=lr_scale))]), outcome, step, 2))
+    view = StepView(step, loss, 0.5, lrs=(0.004,), epoch=2)
+    state.add(StepRecord(view, merge([("g", Verdict(lr_scale=lr_scale))]), outcome, step))
     state.num_rollbacks = 1
     return state
 

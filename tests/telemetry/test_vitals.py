@@ -13,7 +13,7 @@ from safetrain.view import Limits, StepView
 
 def record(step, loss=1.0, outcome="commit", grad_norm=0.5, lr_scale=1.0, refused_loss=None, **view):
     view = StepView(step, loss, grad_norm, lrs=(0.1,), refused_loss=refused_loss, **view)
-    return StepRecord(view, merge([("guard", Verdict(lr_scale=lr_scale))]), outcome, step + 1, 0)
+    return StepRecord(view, merge([("guard", Verdict(lr_scale=lr_scale))]), outcome, step + 1)
 
 
 def vitals_after(*records):
