@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import islands
+from .allocator import keep_freed_memory
 from .config.schema import LoopConfig
 from .errors import UsageError
 from .modules import note_compiled
@@ -65,6 +66,8 @@ class Engine:
         self.replicas: Replicas | None = None
         """The model on several processes, each with all of it; None otherwise."""
         self._check_in_effect(loop.num_processes)
+        if loop.keep_memory and self.device.type == "cpu":
+            keep_freed_memory()
         if self.world_size > 1:
             self.link = Link(self.rank, self.world_size, self.device, loop.rank_timeout_seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import tempfile
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from safetrain import allocator
 
 from . import plots, rounds, startup, variants
 from .workloads import TITLES, WORKLOADS
@@ -158,9 +161,17 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=10**8, help="with --scaling: the largest count to try")
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead of the table")
     parser.add_argument("--startup", action="store_true", help="the way to the first step instead of the table")
+    parser.add_argument(
+        "--same-memory", action="store_true", help="freed memory is kept in all variants, as SafeTrainer does by itself"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.same_memory:
+        os.environ |= {
+            "MALLOC_MMAP_THRESHOLD_": str(allocator.MAPPED_FROM),
+            "MALLOC_TRIM_THRESHOLD_": str(allocator.MOST_KEPT),
+        }
     about = machine()
     lines, numbers = (
         [f"{about['date']}, {about['cpu']}, Python {about['python']}, torch {about['torch']}", ""],
