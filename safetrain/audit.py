@@ -93,7 +93,7 @@ def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         if size and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             real = real.float() if real.element_size() == 1 else real  # nothing is defined for float8
-            is_small = size <= FEW and real.is_cpu and real.layout is torch.strided
+            is_small = size <= FEW and len(tensors) >= MANY and real.is_cpu and real.layout is torch.strided
             kinds.setdefault((real.device, real.dtype, is_small), {})[name] = real
     peaks: dict[str, tuple[float, float]] = {}
     for (_, _, are_small), named in kinds.items():
@@ -101,6 +101,10 @@ def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         rows = ends.cpu().double().numpy().tolist()  # one transfer for each kind of tensor
         peaks.update((name, (low, high)) for name, (low, high) in zip(named, rows, strict=True))
     return peaks
+
+
+MANY = 64
+"""Tensors from which on it pays to copy the small ones into one."""
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ from .torch_optim import leave_compiler_alone
 from .transaction import Transaction
 from .view import StepView
 
+leave_compiler_alone()  # from here on, so that an optimizer that is made before its trainer does so too
+
 
 class TrainerParts:
     """The constructor and the hooks of `SafeTrainer`. A method that looks like a misspelt hook is an error in a subclass."""
@@ -56,7 +58,6 @@ class TrainerParts:
         `guards` are added to those of the config; one with the same name takes its place. The run directory is made by
         `fit`, below `runs/` unless `run_dir` says where.
         """
-        leave_compiler_alone()
         self.config = load_config(config)
         self._run_dir = run_dir
         if self.config.seed is not None:

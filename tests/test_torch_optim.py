@@ -27,6 +27,21 @@ def test_a_run_does_not_load_the_compiler(tmp_path):
         assert run(code, tmp_path / name) == "False"
 
 
+def test_an_optimizer_that_is_made_before_its_trainer_does_not_load_it(tmp_path):
+    code = (
+        "import sys, torch\n"
+        "from safetrain import SafeTrainer\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+        "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)\n"
+        "data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]\n"
+        "parts = {'optimizer': optimizer, 'scheduler': scheduler, 'train_data': data}\n"
+        "SafeTrainer(model, loss_fn=torch.nn.MSELoss(), run_dir=sys.argv[1], **parts).fit()\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    assert run(code, tmp_path / "run") == "False"
+
+
 def test_whoever_loads_it_has_optimizers_as_torch_made_them(tmp_path):
     code = RUN.replace("OPTIMIZER", "'torch.optim.AdamW'") + (
         "import torch._dynamo\n"
