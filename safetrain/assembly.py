@@ -186,6 +186,13 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
     return output if output.dim() == 0 else output.reshape(()), metrics
 
 
+def left_aside(output: Any) -> list[str]:
+    """Names of what a step returned beside the loss that is no number, and cannot be logged as a metric."""
+    if isinstance(output, Tensor) or not isinstance(output, Mapping):
+        return []
+    return [str(key) for key, value in output.items() if key != "loss" and value is not None and not _is_scalar(value)]
+
+
 def check_graph(loss: Tensor, where: str) -> None:
     if not loss.requires_grad:
         raise LossError(

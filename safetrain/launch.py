@@ -167,7 +167,9 @@ def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str]
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     errors = logs / f"rank-{rank}.stderr.log"
     lines = errors.read_text(errors="replace").splitlines() if errors.is_file() else []
-    if rank > 0 and lines:  # those of rank 0 were shown when they came
+    shown = logs / "rank-0.stderr.log"  # when it came
+    known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()
+    if not known.issuperset(lines):
         say("\n".join(["", f"rank {rank} says:", *lines[-TAIL:]]))
     say(f"\nrank {rank} failed first, with exit code {code}; the output of each rank is in {logs}")
     return code

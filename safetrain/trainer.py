@@ -50,6 +50,7 @@ class SafeTrainer(TrainerSession):
     """
 
     _checked_backward = False
+    _told_left_aside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -148,6 +149,12 @@ class SafeTrainer(TrainerSession):
         with self.engine.autocast():
             output = self.training_step(self._called_model, same_nest(batch))
         loss, metrics = assembly.split_loss(output, "training_step")
+        if not self._told_left_aside and self._run is not None:
+            self._told_left_aside = True
+            if names := assembly.left_aside(output):
+                self._run.telemetry.noted(
+                    f"not logged, being no numbers: {', '.join(names)} (returned by training_step)"
+                )
         if torch.is_grad_enabled():
             assembly.check_graph(loss, "training_step")
         return loss, metrics

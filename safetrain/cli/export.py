@@ -15,7 +15,8 @@ import click
     type=click.Choice(["best", "last", "ema"]),
     help="Of the best evaluation, of the newest checkpoint, or its moving average. Default: best if there is one, else last.",
 )
-def command(run: Path, out: Path, which: str | None) -> None:
+@click.option("--force", is_flag=True, help="Replace OUT if there is such a file.")
+def command(run: Path, out: Path, which: str | None, force: bool) -> None:
     """Write the weights of the run in directory RUN to OUT, a safetensors file.
 
     The checkpoint is verified first, and the file is written whole or not at all. It loads without safetrain:
@@ -30,6 +31,8 @@ def command(run: Path, out: Path, which: str | None) -> None:
     """
     from ..checkpoint.export import export_weights
 
+    if out.exists() and not force:
+        raise click.UsageError(f"{out} exists. To fix: give another name, or replace it with --force")
     exported = export_weights(run, out, which)
     click.echo(
         f"{out}: {exported.which} weights of {exported.checkpoint}, {exported.num_tensors} tensors, {exported.num_bytes:,} bytes"

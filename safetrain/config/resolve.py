@@ -62,7 +62,9 @@ def resolve(dotted_name: str) -> Module | Found:
 def resolve_in_file(path: Path, name: str) -> Module | Found:
     """What `name` refers to in a source file. Raises NotDefined or Unclear."""
     if not path.is_file():
-        raise NotDefined(f"there is no file {path}; correct the path (it is relative to the config file)")
+        raise NotDefined(
+            f"there is no file {path}; correct the path (it is relative to the config file; on the command line, to the current directory)"
+        )
     return walk(Module(path.stem, path), name.split("."))
 
 

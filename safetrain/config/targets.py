@@ -236,7 +236,9 @@ def _import_file(path: Path) -> ModuleType:
     module and worker processes can unpickle what it defines; otherwise under a name made from its path.
     """
     if not path.is_file():
-        raise ConfigError(f"{TARGET}: there is no file {path}; correct the path (it is relative to the config file)")
+        raise ConfigError(
+            f"{TARGET}: there is no file {path}; correct the path (it is relative to the config file; on the command line, to the current directory)"
+        )
     for module in (sys.modules.get("__main__"), sys.modules.get(path.stem), sys.modules.get(_unique_name(path))):
         file = getattr(module, "__file__", None)
         if module is not None and file is not None and os.path.abspath(file) == str(path):

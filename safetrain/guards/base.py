@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
+from ..hooks import check_hooks
 from ..options import config_attribute
 from ..verdict import Decision, Verdict
 from ..view import DeviceStep, Limits, StepView
@@ -29,6 +30,19 @@ REGISTRY: dict[str, type[Guard]] = {}
 @dataclasses.dataclass
 class NoOptions:
     """Config of a guard that has no options."""
+
+
+PROTOCOL = {
+    "attach": "attach(self, model) -> what removes it, or None",
+    "begin": "begin(self, step, num_refused)",
+    "limits": "limits(self) -> Limits",
+    "measure": "measure(self, step) -> {name: 0-d tensor}",
+    "judge": "judge(self, view) -> Verdict",
+    "explains": "explains(self, view) -> bool",
+    "learn": "learn(self, view, decision)",
+    "state_dict": "state_dict(self) -> dict",
+    "load_state_dict": "load_state_dict(self, state)",
+}
 
 
 class Guard:
@@ -49,6 +63,7 @@ class Guard:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_hooks(cls, Guard, PROTOCOL, elsewhere={})
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if not dataclasses.is_dataclass(cls.Config):
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")

@@ -134,6 +134,16 @@ def test_exported_weights_load_into_the_plain_model(which: str, capfd: pytest.Ca
         assert_same(dict(model.state_dict()), {k: load_file(f"run/checkpoints/{name}")[k] for k in model.state_dict()})
 
 
+def test_a_file_is_replaced_only_if_that_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit("--out", "run") == 0
+    Path("mine.safetensors").write_text("precious")
+    assert run(["export", "run", "mine.safetensors"]) == 2
+    assert "--force" in capfd.readouterr().err
+    assert Path("mine.safetensors").read_text() == "precious"
+    assert run(["export", "run", "mine.safetensors", "--force"]) == 0
+    assert load_file("mine.safetensors")
+
+
 def test_what_cannot_be_exported_is_an_error_and_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert fit("--out", "run", "loop.ema=null", "data.eval=null") == 0
     assert run(["export", "run", "x.safetensors", "--which", "ema"]) == 2

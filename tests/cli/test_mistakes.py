@@ -75,7 +75,7 @@ OURS = {
         ["model._target_=./nowhere.py:Net"],
         ConfigError,
         "there is no file",
-        "correct the path (it is relative to the config file)",
+        "correct the path (it is relative to the config file; on the command line, to the current directory)",
     ),
     "loss not scalar": (
         ["loss._target_=./mistaken_parts.py:per_sample"],

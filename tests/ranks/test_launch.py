@@ -96,6 +96,16 @@ def test_the_exit_code_is_what_the_rank_meant_to_end_with(tmp_path, monkeypatch,
     assert "rank 1 failed first, with exit code 2" in said[-1]
 
 
+@pytest.mark.parametrize("shown", ["error: no such key\nTo fix: …\n", ""], ids=["by rank 0 too", "by one rank"])
+def test_what_every_rank_says_is_told_once(tmp_path, shown):
+    (tmp_path / "rank-0.stderr.log").write_text(f"starting\n{shown}")
+    (tmp_path / "rank-1.stderr.log").write_text("error: no such key\nTo fix: …\n")
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(tmp_path / "none"))
+    said = []
+    launch._report({1: failure}, tmp_path, said.append)
+    assert ("no such key" in "".join(said)) is (shown == "")
+
+
 def test_a_rank_that_left_no_word_keeps_its_own_exit_code(tmp_path):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=str(tmp_path / "none"))
     assert launch._report({0: failure}, tmp_path, print) == 128 + signal.SIGKILL

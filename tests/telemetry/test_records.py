@@ -54,6 +54,18 @@ def test_the_journal_is_complete_up_to_an_incident(train):
     assert train(Reading).fit().steps == 7
 
 
+def test_what_cannot_be_logged_is_said_once(train):
+    def loss_fn(model, batch):
+        return {"loss": mse(model, batch), "logits": model(batch[0]), "size": 3, "by_class": [1.0, 2.0], "none": None}
+
+    result = train(data=make_batches(4), loss_fn=loss_fn, loop={"grad_accum": 2}).fit()
+    lines = [strict(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines if line["event"] == "note" and "not logged" in line["text"]] == [
+        "not logged, being no numbers: logits, by_class (returned by training_step)"
+    ]
+    assert all(line["metrics"] == {"size": 3.0} for line in lines if line["event"] == "step")
+
+
 def test_a_step_is_told_soon_also_if_nothing_else_happens(train, monkeypatch):
     from safetrain.telemetry import sink
 

@@ -72,6 +72,17 @@ def test_a_hook_with_the_wrong_parameters_is_an_error():
         type("Mine", (SafeTrainer,), {"training_step": lambda self, batch: None})
 
 
+@pytest.mark.parametrize(("name", "meant"), [("lern", "learn"), ("limit", "limits"), ("load_state", "load_state_dict")])
+def test_a_misspelt_method_of_a_guard_is_an_error_too(name, meant):
+    with pytest.raises(TypeError, match=rf"{name} would never be called: did you mean {meant}\?"):
+        type("Mine", (Guard,), {"judge": lambda self, view: Verdict(), name: lambda self, *_: None})
+
+
+def test_a_method_of_a_guard_with_the_wrong_parameters_is_an_error():
+    with pytest.raises(TypeError, match="cannot be called as learn"):
+        type("Mine", (Guard,), {"judge": lambda self, view: Verdict(), "learn": lambda self, view: None})
+
+
 def test_helpers_of_ones_own_are_left_alone():
     cls = type("Mine", (SafeTrainer,), {"_training_steps": lambda self: 1, "penalty": lambda self: 2})
     assert cls.penalty(None) == 2
