@@ -30,6 +30,8 @@ from .torch_optim import bare_step
 
 PIECE = 2**18
 """Numbers that a thread works on at once; with their moments and gradients 5 MB."""
+TRIES = 20
+"""Times that it is packed anew, unless it lasts for a hundred steps: a model that always trains other parameters is left to torch."""
 _KEYS = ("exp_avg", "exp_avg_sq", "step")
 _state_of = operator.itemgetter(*_KEYS)
 _gradient, _dtype, _is_sparse = (operator.attrgetter(name) for name in ("grad", "dtype", "is_sparse"))
@@ -49,8 +51,7 @@ class PackedAdam:
     def __init__(self, optimizer: Optimizer, piece: int = PIECE, is_trial: bool = False) -> None:
         self._optimizer, self._piece, self._is_trial = optimizer, piece, is_trial
         self._packs: list[list[_Pack]] | None = None
-        self._num_tries = 20
-        """To pack: a model that trains other parameters in each step is left to torch."""
+        self._num_tries, self._num_steps = TRIES, 0
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -62,6 +63,9 @@ class PackedAdam:
         for group, packs in zip(groups, self._packs, strict=True):
             for pack in packs:
                 pack.step(group, self._optimizer)
+        self._num_steps += 1
+        if self._num_steps == 100:
+            self._num_tries = TRIES
         return True
 
     def _is_current(self) -> bool:
@@ -91,7 +95,7 @@ class PackedAdam:
         if not (self._is_trial or all(map(_is_exact, {parameter.dtype for parameter in unfused}))):
             return False
         scratch = {dtype: torch.empty(size, dtype=dtype) for dtype in {parameter.dtype for parameter in unfused}}
-        self._num_tries -= 1
+        self._num_tries, self._num_steps = self._num_tries - 1, 0
         self._unmoved = [p for group in groups for p in group["params"] if p.grad is None]
         self._entries = list(state.values())
         self._packs = [
@@ -330,6 +334,8 @@ def _is_exact(dtype: torch.dtype) -> bool:
     slopes = [[10.0 * torch.randn(t.shape, dtype=dtype, generator=generator) for t in first] for _ in range(4)]
     for kind in (Adam, AdamW):
         outcomes = []
+        if (by_torch := bare_step(kind)) is None:
+            return False
         for is_packed in (False, True):
             parameters = [nn.Parameter(tensor.clone()) for tensor in first]
             optimizer = kind(parameters, lr=0.01, weight_decay=0.1)
@@ -338,7 +344,7 @@ def _is_exact(dtype: torch.dtype) -> bool:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 if not (is_packed and packed.step()):
-                    bare_step(kind)(optimizer)
+                    by_torch(optimizer)
             outcomes.append([*parameters, *(optimizer.state[p][key] for p in parameters for key in _KEYS)])
         if not all(map(torch.equal, *outcomes)):
             return False

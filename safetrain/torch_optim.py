@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,22 +41,36 @@ def quiet_step(optimizer: Any) -> Step | None:
     return bare_step(kind)
 
 
-def bare_step(kind: type[Optimizer]) -> Step:
-    """The step that an optimizer's class defines: of torch's own without what torch puts around it, of others as it is."""
+def bare_step(kind: type[Optimizer]) -> Step | None:
+    """The step that an optimizer's class defines: of torch's own without what torch puts around it, of others as it is. None if
+    somebody else has put something around it."""
     return _unwrapped(kind.step, kind.__module__.startswith("torch.optim."))
 
 
 @functools.cache
-def _unwrapped(step: Any, is_torchs: bool) -> Step:
+def _unwrapped(step: Any, is_torchs: bool) -> Step | None:
+    if not _is_torchs(step):
+        return None
     if not is_torchs:
         return step.__wrapped__  # type: ignore[no-any-return]
-    inner: Step = inspect.unwrap(step)
+    inner: Step = inspect.unwrap(step, stop=lambda function: not _is_torchs(function))
+    if not _is_torchs(inner):
+        return None
 
     def alone(optimizer: Optimizer) -> Any:
         with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
             return inner(optimizer)
 
     return alone
+
+
+def _is_torchs(function: Any) -> bool:
+    """By where it was written: the name and the module of a wrapper are those of what it wraps."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH)
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def leave_compiler_alone() -> None:

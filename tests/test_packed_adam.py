@@ -161,9 +161,23 @@ def test_parameters_that_are_never_trained_are_left_out():
 
 def test_a_model_that_always_trains_other_parameters_is_left_to_torch():
     twins = Twins(make(torch.optim.AdamW))
-    for index in range(60):
-        twins.step(without=(index % len(SHAPES),))
-    assert twins.packed._num_tries >= 0
+    assert (
+        any(twins.step(without=(index % 2,)) for index in range(10)) is False
+    )  # two that are never moved as often as others
+    twins = Twins(make(torch.optim.AdamW, shapes=[(3,)] * 40))
+    parameters = range(40)
+    for index in parameters:  # each of them alone, so that none is ahead of those it is packed with
+        twins.step(without=set(parameters) - {index})
+    packed = [twins.step(without=set(parameters) - {index}) for index in parameters]
+    assert packed == [True] * packed_adam.TRIES + [False] * (40 - packed_adam.TRIES)
+
+
+def test_whoever_stays_packed_may_be_packed_again_and_again():
+    twins = Twins(make(torch.optim.AdamW, shapes=[(3,), (2,)]))
+    twins.step()
+    for _ in range(packed_adam.TRIES + 5):
+        twins.ours.load_state_dict(copy.deepcopy(twins.ours.state_dict()))
+        assert all(twins.step() for _ in range(100))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The shortcut around an optimizer's wrapper is taken only when nobody would notice."""
 
+import functools
+
 import pytest
 import torch
 from small import assert_same, make_batches, make_model, mse
@@ -181,6 +183,23 @@ def test_a_step_that_was_replaced_is_the_one_that_is_called(optimizer, monkeypat
     optimizer.step = lambda: called.append("of the instance")
     Stepper(optimizer).step()
     assert called == ["of the class", "of the instance"]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["around torch's function", "around the wrapped one"])
+def test_what_was_put_around_the_step_of_a_class_is_called(optimizer, monkeypatch, hooked):
+    called, kind = [], type(optimizer)
+    inner = kind.step if hooked else kind.step.__wrapped__
+
+    @functools.wraps(inner)  # copies the marks by which torch knows its own wrappers
+    def counted(self, closure=None):
+        called.append("counted")
+        return inner(self, closure)
+
+    monkeypatch.setattr(kind, "step", counted if hooked else torch.optim.Optimizer.profile_hook_step(counted))
+    kind.step.hooked = True
+    Stepper(optimizer).step()
+    Stepper(optimizer).step()
+    assert called == ["counted", "counted"]
 
 
 def test_an_optimizer_with_a_step_of_its_own_is_stepped():
