@@ -109,7 +109,7 @@ MANY = 64
 
 @torch.no_grad()
 def _ends_of_small(tensors: list[Tensor]) -> Tensor:
-    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
     values = joined(tensors)
     return torch.stack([torch.segment_reduce(values, end, lengths=sizes) for end in ("min", "max")], dim=1)
 

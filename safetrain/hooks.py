@@ -38,47 +38,70 @@ ELSEWHERE = {
 """What other trainers call the same thing."""
 
 
-def check_hooks(
-    cls: type, base: type, hooks: Mapping[str, str] = HOOKS, elsewhere: Mapping[str, str] = ELSEWHERE
-) -> None:
-    """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters.
+def check_hooks(cls: type, base: type) -> None:
+    """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters."""
+    own = _methods(cls, base)
+    for name in own:
+        if name not in HOOKS and not hasattr(base, name) and (meant := _meant(name)):
+            raise _never_called(cls, base, name, meant, HOOKS)
+    _check_parameters(cls, own, HOOKS)
 
-    `hooks` has their signatures by name. Methods of its mixins count as its own.
-    """
+
+def check_protocol(cls: type, base: type, protocol: Mapping[str, str]) -> None:
+    """The same for a class that others call by a protocol, and that has more methods of its own: only what looks like a method
+    that the class lacks, and can be called like it, is taken for it."""
+    own = _methods(cls, base)
+    for name, value in own.items():
+        close = [] if hasattr(base, name) else difflib.get_close_matches(name, protocol, n=1, cutoff=0.8)
+        if close and close[0] not in own and _misfit(value, protocol[close[0]]) is None:
+            raise _never_called(cls, base, name, close[0], protocol)
+    _check_parameters(cls, own, protocol)
+
+
+def _methods(cls: type, base: type) -> dict[str, object]:
+    """Public ones that are not from `base`; those of its mixins count as its own."""
     own = {
         name: value
         for part in reversed(cls.__mro__)
         if not issubclass(base, part)
         for name, value in vars(part).items()
     }
-    for name, value in own.items():
-        function = getattr(value, "__func__", value)  # of a staticmethod or classmethod
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        if name in hooks:
-            _check_parameters(cls, name, function, hooks[name], has_self=not isinstance(value, staticmethod))
-        elif not hasattr(base, name) and (meant := _meant(name, hooks, elsewhere)):
-            known = "\n  ".join(hooks.values())
-            raise TypeError(
-                f"{cls.__name__}.{name} would never be called{f': did you mean {meant}?' if meant in hooks else '.'}\n"
-                f"The methods of a {base.__name__} are:\n  {known}\nTo fix: rename it; start the name of a helper of your own with an underscore."
-            )
+    # A staticmethod or classmethod has its function inside.
+    functions = {name: value for name, value in own.items() if inspect.isfunction(getattr(value, "__func__", value))}
+    return {name: value for name, value in functions.items() if not name.startswith("_")}
 
 
-def _meant(name: str, hooks: Mapping[str, str], elsewhere: Mapping[str, str]) -> str | None:
-    if name in elsewhere:
-        return elsewhere[name]
-    close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.8)
+def _meant(name: str) -> str | None:
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.8)
     if close:
         return close[0]
     return "none of the hooks" if name.startswith("on_") else None
 
 
-def _check_parameters(cls: type, name: str, function: object, signature: str, has_self: bool) -> None:
-    expected = signature.split("(", 1)[1].split(")", 1)[0].split(", ")[0 if has_self else 1 :]
+def _never_called(cls: type, base: type, name: str, meant: str, hooks: Mapping[str, str]) -> TypeError:
+    known = "\n  ".join(hooks.values())
+    return TypeError(
+        f"{cls.__name__}.{name} would never be called{f': did you mean {meant}?' if meant in hooks else '.'}\n"
+        f"The methods of a {base.__name__} are:\n  {known}\n"
+        "To fix: rename it; start the name of a helper of your own with an underscore."
+    )
+
+
+def _check_parameters(cls: type, own: Mapping[str, object], hooks: Mapping[str, str]) -> None:
+    for name, value in own.items():
+        if name in hooks and (misfit := _misfit(value, hooks[name])):
+            raise TypeError(
+                f"{cls.__name__}.{name} cannot be called as {hooks[name]}: {misfit}.\nTo fix: give it these parameters."
+            )
+
+
+def _misfit(value: object, signature: str) -> str | None:
+    """Why a method cannot be called as the signature says."""
+    expected = signature.split("(", 1)[1].split(")", 1)[0].split(", ")[1 if isinstance(value, staticmethod) else 0 :]
     try:
-        inspect.signature(function).bind(*expected)  # type: ignore[arg-type]
+        inspect.signature(getattr(value, "__func__", value)).bind(*expected)  # type: ignore[arg-type]
     except TypeError as error:
-        raise TypeError(
-            f"{cls.__name__}.{name} cannot be called as {signature}: {error}.\nTo fix: give it these parameters."
-        ) from None
+        return str(error)
+    return None

@@ -99,6 +99,14 @@ class OptimizerGroup(Optimizer):
         for stepper in self._steppers:
             stepper.step()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers, "_sizes": self._sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hand_out()
+        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of one optimizer with all the parameter groups."""
         super().load_state_dict(dict(state_dict))

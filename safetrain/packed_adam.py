@@ -15,9 +15,10 @@ operations in the same order. That this gives the same bits here is tried before
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -34,7 +35,23 @@ TRIES = 20
 """Times that it is packed anew, unless it lasts for a hundred steps: a model that always trains other parameters is left to torch."""
 _KEYS = ("exp_avg", "exp_avg_sq", "step")
 _state_of = operator.itemgetter(*_KEYS)
+_address = torch.Tensor.data_ptr
 _gradient, _dtype, _is_sparse = (operator.attrgetter(name) for name in ("grad", "dtype", "is_sparse"))
+
+
+_MODULES = [(importlib.import_module(f"torch.optim.{name}"), name) for name in ("adam", "adamw")]
+_BELOW = [(kind, "_init_group") for kind in (Adam, AdamW)] + _MODULES
+_AS_IMPORTED = [getattr(owner, name) for owner, name in _BELOW]
+
+
+def _is_unchanged(optimizer: Optimizer) -> bool:
+    """Whether what torch's own step would call is torch's."""
+    now = [getattr(owner, name) for owner, name in _BELOW]
+    return "_init_group" not in vars(optimizer) and all(map(operator.is_, now, _AS_IMPORTED))
+
+
+def _are(now: Collection[Any], known: Collection[Any]) -> bool:
+    return len(now) == len(known) and all(map(operator.is_, now, known))
 
 
 def can_pack(optimizer: Optimizer) -> bool:
@@ -57,7 +74,9 @@ class PackedAdam:
     def step(self) -> bool:
         """What `optimizer.step()` does. False: nothing was done, and that is to be called."""
         groups = self._optimizer.param_groups
-        if not all(map(_is_ordinary, groups)) or not (self._is_current() or self._pack()):
+        if not (_is_unchanged(self._optimizer) and all(map(_is_ordinary, groups))):
+            return False
+        if not (self._is_current() or self._pack()):
             return False
         assert self._packs is not None
         for group, packs in zip(groups, self._packs, strict=True):
@@ -71,9 +90,11 @@ class PackedAdam:
     def _is_current(self) -> bool:
         """Whether all is as it was packed; the gradients of this step are then known to the packs."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
-        if self._packs is None or len(groups) != len(self._packs):
+        if self._packs is None or [bool(group["fused"]) for group in groups] != self._are_fused:
             return False
-        if len(state) != len(self._entries) or not all(map(operator.is_, state.values(), self._entries)):
+        if not all(_are(group["params"], known) for group, known in zip(groups, self._known, strict=True)):
+            return False
+        if not _are(state.values(), self._entries):
             return False
         if any(parameter.grad is not None for parameter in self._unmoved):
             return False
@@ -94,8 +115,12 @@ class PackedAdam:
         unfused = [p for group, of_group in zip(groups, moved, strict=True) if not group["fused"] for p in of_group]
         if not (self._is_trial or all(map(_is_exact, {parameter.dtype for parameter in unfused}))):
             return False
-        scratch = {dtype: torch.empty(size, dtype=dtype) for dtype in {parameter.dtype for parameter in unfused}}
+        scratch = {
+            dtype: torch.empty(size, dtype=dtype, device="cpu") for dtype in {parameter.dtype for parameter in unfused}
+        }
         self._num_tries, self._num_steps = self._num_tries - 1, 0
+        self._known = [list(group["params"]) for group in groups]
+        self._are_fused = [bool(group["fused"]) for group in groups]
         self._unmoved = [p for group in groups for p in group["params"] if p.grad is None]
         self._entries = list(state.values())
         self._packs = [
@@ -143,14 +168,22 @@ def _numbers(group: dict[str, Any], num_steps: float, is_decoupled: bool) -> _Nu
 
 
 class _Pack:
-    """Parameters that are moved together. `_state` are the tensors that the optimizer must have for them, one after the other."""
+    """Parameters that are moved together. `_state` are the tensors that the optimizer has for them, one after the other."""
 
     _steps: Tensor
-    _state: list[Tensor]
 
     def __init__(self, parameters: list[Tensor], entries: list[dict[str, Any]]) -> None:
         self.parameters, self._entries, self._dtype = parameters, entries, parameters[0].dtype
+        self._state: list[Tensor] = list(chain.from_iterable(map(_state_of, entries)))
         self._gradients: list[Tensor] = []
+
+    def _give(self, key: str, memory: Iterable[Tensor]) -> None:
+        """Other memory to the tensors of that key, which stay the ones that others may have."""
+        for tensor, view in zip(self._state[_KEYS.index(key) :: 3], memory, strict=True):
+            tensor.data = view
+
+    def _remember_addresses(self) -> None:
+        self._addresses = list(map(_address, self._state))
 
     def find_gradients(self) -> bool:
         """False if one has none that is dense, or another state than it was packed with, or made more steps than another."""
@@ -159,7 +192,7 @@ class _Pack:
                 return False
         except KeyError:
             return False
-        if not self._knows_steps():
+        if list(map(_address, self._state)) != self._addresses or not self._knows_steps():
             return False
         self._gradients = gradients = list(map(_gradient, self.parameters))
         if not all(map(operator.is_not, gradients, repeat(None))):
@@ -184,9 +217,8 @@ class _Fused(_Pack):
     def __init__(self, parameters: list[Tensor], state: Any) -> None:
         super().__init__(parameters, entries := [state[parameter] for parameter in parameters])
         self._steps = torch.stack([entry["step"] for entry in entries])
-        for entry, step in zip(entries, self._steps.unbind(), strict=True):
-            entry["step"] = step
-        self._state = list(chain.from_iterable(map(_state_of, entries)))
+        self._give("step", self._steps.unbind())
+        self._remember_addresses()
 
     def step(self, group: dict[str, Any], optimizer: Optimizer) -> None:
         own = vars(optimizer)
@@ -223,11 +255,11 @@ class _Unfused(_Pack):
         return steps.count(self._num_steps) == len(steps)
 
     def step(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        self._steps.add_(1)
         numbers, gradients = _numbers(group, self._num_steps + 1, _is_decoupled(group, optimizer)), self._taken()
         if numbers.decay:
             gradients = torch._foreach_add(gradients, self.parameters, alpha=numbers.decay)  # type: ignore[assignment]
         self._move(gradients, numbers)
+        self._steps.add_(1)
 
     def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
         raise NotImplementedError
@@ -244,10 +276,10 @@ class _Small(_Unfused):
         self._kept, self._kept_value = self._mean.new_ones(()), 1.0
         """As a tensor: a Python number is made into one for each parameter."""
         self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
-        owned = zip(self._means, self._shaped(self._square), self._steps.unbind(), strict=True)
-        for entry, tensors in zip(entries, owned, strict=True):
-            entry.update(zip(_KEYS, tensors, strict=True))
-        self._state = list(chain.from_iterable(map(_state_of, entries)))
+        self._give("exp_avg", self._means)
+        self._give("exp_avg_sq", self._shaped(self._square))
+        self._give("step", self._steps.unbind())
+        self._remember_addresses()
 
     def _shaped(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
@@ -269,10 +301,14 @@ class _Large(_Unfused):
 
     def __init__(self, parameters: list[Tensor], state: Any, scratch: dict[torch.dtype, Tensor]) -> None:
         super().__init__(parameters, [entry := state[parameters[0]]])
-        self._state = list(_state_of(entry))
         self._mean, self._square = (entry[key].view(-1) for key in _KEYS[:2])
         self._steps = entry["step"].view(1)
         self._scratch = scratch[self._dtype]
+        self._remember_addresses()
+
+    def find_gradients(self) -> bool:
+        parameter, mean, *_ = (*self.parameters, *self._state)
+        return parameter.is_contiguous() and parameter.shape == mean.shape and super().find_gradients()
 
     def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
         whole = (self.parameters[0].view(-1), gradients[0].reshape(-1), self._mean, self._square)
@@ -330,8 +366,13 @@ def _shared_out(parameters: Sequence[Tensor], size: float) -> Iterator[list[Tens
 def _is_exact(dtype: torch.dtype) -> bool:
     """Try it: sizes that fill a processor's vectors and that do not, in packs and in pieces, against torch's own step."""
     generator = torch.Generator().manual_seed(0)
-    first = [torch.randn(size, dtype=dtype, generator=generator) for size in (1, 3, 7, 8, 15, 16, 33, 64, 100, 1000)]
-    slopes = [[10.0 * torch.randn(t.shape, dtype=dtype, generator=generator) for t in first] for _ in range(4)]
+    first = [
+        torch.randn(size, dtype=dtype, generator=generator, device="cpu")
+        for size in (1, 3, 7, 8, 15, 16, 33, 64, 100, 1000)
+    ]
+    slopes = [
+        [10.0 * torch.randn(t.shape, dtype=dtype, generator=generator, device="cpu") for t in first] for _ in range(4)
+    ]
     for kind in (Adam, AdamW):
         outcomes = []
         if (by_torch := bare_step(kind)) is None:

@@ -30,7 +30,12 @@ _CAN_LOOK = _profiler_runs is not None and all(isinstance(hooks, dict) for hooks
 def quiet_step(optimizer: Any) -> Step | None:
     """The step alone, if nobody listens to it and nothing has taken its place."""
     own, kind = vars(optimizer), type(optimizer)
-    if not _CAN_LOOK or own.get("_optimizer_step_pre_hooks", True) or own.get("_optimizer_step_post_hooks", True):
+    if (
+        "_optimizer_step_code" in own
+        or not _CAN_LOOK
+        or own.get("_optimizer_step_pre_hooks", True)
+        or own.get("_optimizer_step_post_hooks", True)
+    ):
         return None
     if _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1] or _profiler_runs() or not getattr(kind.step, "hooked", False):
         return None
@@ -77,16 +82,17 @@ def leave_compiler_alone() -> None:
     """Make, save and load optimizers without loading torch's compiler. Nothing can be compiled while it is not there; once
     someone has loaded it, all is as torch made it."""
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        function = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        wrapper = getattr(Optimizer, name)
+        function = getattr(wrapper, "__wrapped__", None)
         if function is not None and not hasattr(function, _DISABLED) and "torch._dynamo" not in sys.modules:
-            setattr(function, _DISABLED, functools.partial(_call, function, name))
+            setattr(function, _DISABLED, functools.partial(_call, function, wrapper))
 
 
 _DISABLED = "__dynamo_disable"
 
 
-def _call(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     if "torch._dynamo" not in sys.modules:
         return function(*args, **kwargs)
-    delattr(function, _DISABLED)
-    return getattr(Optimizer, name)(*args, **kwargs)
+    vars(function).pop(_DISABLED, None)
+    return wrapper(*args, **kwargs)

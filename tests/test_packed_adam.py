@@ -1,6 +1,7 @@
 """The packed step moves every number as torch's own step does, and notices whatever is changed behind its back."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -144,6 +145,90 @@ def test_weights_whose_memory_is_replaced_are_moved():
     for optimizer in (twins.plain, twins.ours):
         parameters_of(optimizer)[0].data = torch.ones(5, 3)
     assert twins.step()
+
+
+def unfreeze(optimizer):
+    optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(4)))
+
+
+def move(optimizer):
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+
+def remove(optimizer):
+    del optimizer.state[optimizer.param_groups[0]["params"].pop()]
+
+
+def reverse(optimizer):
+    optimizer.param_groups.reverse()
+
+
+def fuse(optimizer):
+    optimizer.param_groups[0]["fused"] = True
+
+
+def replace_memory_of_state(optimizer):
+    for key in ("exp_avg", "step"):
+        tensor = optimizer.state[parameters_of(optimizer)[1]][key]
+        tensor.data = torch.ones_like(tensor)
+
+
+def change_layout(optimizer):
+    parameters_of(optimizer)[-1].data = parameters_of(optimizer)[-1].data.t().contiguous().t()
+
+
+CHANGES = (unfreeze, move, remove, reverse, fuse, replace_memory_of_state, change_layout)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_else_is_changed_is_noticed(change):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((5,), (3, 2), (7,), (4, 6))]
+    groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:3]}, {"params": parameters[3:], "lr": 0.2}]
+    twins = Twins(torch.optim.AdamW(groups, lr=0.001))
+    assert [twins.step() for _ in range(3)] == [False, True, True]
+    for optimizer in (twins.plain, twins.ours):
+        change(optimizer)
+    for _ in range(4):
+        twins.step()
+
+
+def test_tensors_of_the_state_stay_the_ones_that_others_have():
+    twins = Twins(make(torch.optim.AdamW))
+    twins.step()
+    mine = {id(tensor): tensor for state in twins.ours.state.values() for tensor in state.values()}
+    assert twins.step()
+    assert {id(tensor) for state in twins.ours.state.values() for tensor in state.values()} == mine.keys()
+
+
+def test_what_torch_would_call_is_called_if_it_is_not_torchs(monkeypatch):
+    optimizer, called = make(torch.optim.AdamW), []
+    own = torch.optim.Adam._init_group
+
+    def counted(self, *args):
+        called.append("step")
+        return own(self, *args)
+
+    for parameter in parameters_of(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    packed = PackedAdam(optimizer)
+    assert packed.step()
+    monkeypatch.setattr(torch.optim.Adam, "_init_group", counted)
+    assert not packed.step()
+    monkeypatch.undo()
+    optimizer._init_group = functools.partial(counted, optimizer)
+    assert not packed.step()
+
+
+def test_the_default_device_does_not_matter():
+    packed_adam._is_exact.cache_clear()
+    twins = Twins(make(torch.optim.AdamW))
+    twins.step()
+    for parameter in parameters_of(twins.ours):
+        parameter.grad = torch.ones_like(parameter)
+    with torch.device("meta"):
+        assert twins.packed.step()
 
 
 def test_parameters_without_a_gradient_stay():

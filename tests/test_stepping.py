@@ -1,6 +1,8 @@
 """The shortcut around an optimizer's wrapper is taken only when nobody would notice."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -234,6 +236,33 @@ def test_a_group_of_optimizers_gives_the_same_bits():
         return lambda: [each.step() for each in optimizer.optimizers.values()]
 
     assert_same(trained(together, alone), trained(together, by_us))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_group_of_optimizers_steps(copied):
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    group = OptimizerGroup(
+        a=torch.optim.AdamW(parameters[:1], lr=0.1), b=torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    group.step()
+    other = copied(group)
+    for each in (group, other):
+        for parameter in (p for part in each.param_groups for p in part["params"]):
+            parameter.grad = torch.ones(3)
+        each.step()
+    assert_same(group.state_dict(), other.state_dict())
+    assert_same(*([p for part in each.param_groups for p in part["params"]] for each in (group, other)))
+
+
+def test_parameters_that_share_memory_go_one_by_one():
+    memory = torch.randn(10)
+    assert (
+        stepping._small_groups(torch.optim.SGD([torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[4:])])) == []
+    )
 
 
 def test_grad_mode_is_the_users_in_an_optimizer_of_the_users():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
-from ..hooks import check_hooks
+from ..hooks import check_protocol
 from ..options import config_attribute
 from ..verdict import Decision, Verdict
 from ..view import DeviceStep, Limits, StepView
@@ -63,7 +63,7 @@ class Guard:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_hooks(cls, Guard, PROTOCOL, elsewhere={})
+        check_protocol(cls, Guard, PROTOCOL)
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if not dataclasses.is_dataclass(cls.Config):
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")

@@ -78,6 +78,12 @@ def test_a_misspelt_method_of_a_guard_is_an_error_too(name, meant):
         type("Mine", (Guard,), {"judge": lambda self, view: Verdict(), name: lambda self, *_: None})
 
 
+@pytest.mark.parametrize("name", ["on_forward", "learned", "judged"])
+def test_helpers_of_a_guard_are_left_alone(name):
+    own = {"judge": lambda self, view: Verdict(), "learn": lambda self, view, decision: None, name: lambda self, *_: 3}
+    assert getattr(type("Mine", (Guard,), own), name)(None) == 3
+
+
 def test_a_method_of_a_guard_with_the_wrong_parameters_is_an_error():
     with pytest.raises(TypeError, match="cannot be called as learn"):
         type("Mine", (Guard,), {"judge": lambda self, view: Verdict(), "learn": lambda self, view: None})
