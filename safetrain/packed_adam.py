@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from .copies import joined
-from .torch_optim import bare_step
+from .torch_optim import bare_step, is_only_torchs
 
 PIECE = 2**18
 """Numbers that a thread works on at once; with their moments and gradients 5 MB."""
@@ -40,14 +40,12 @@ _gradient, _dtype, _is_sparse = (operator.attrgetter(name) for name in ("grad", 
 
 
 _MODULES = [(importlib.import_module(f"torch.optim.{name}"), name) for name in ("adam", "adamw")]
-_BELOW = [(kind, "_init_group") for kind in (Adam, AdamW)] + _MODULES
-_AS_IMPORTED = [getattr(owner, name) for owner, name in _BELOW]
+_CALLED = [(kind, "_init_group") for kind in (Adam, AdamW)] + _MODULES
 
 
 def _is_unchanged(optimizer: Optimizer) -> bool:
     """Whether what torch's own step would call is torch's."""
-    now = [getattr(owner, name) for owner, name in _BELOW]
-    return "_init_group" not in vars(optimizer) and all(map(operator.is_, now, _AS_IMPORTED))
+    return "_init_group" not in vars(optimizer) and all(is_only_torchs(getattr(*place)) for place in _CALLED)
 
 
 def _are(now: Collection[Any], known: Collection[Any]) -> bool:

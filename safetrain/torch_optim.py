@@ -54,19 +54,23 @@ def bare_step(kind: type[Optimizer]) -> Step | None:
 
 @functools.cache
 def _unwrapped(step: Any, is_torchs: bool) -> Step | None:
-    if not _is_torchs(step):
-        return None
     if not is_torchs:
-        return step.__wrapped__  # type: ignore[no-any-return]
-    inner: Step = inspect.unwrap(step, stop=lambda function: not _is_torchs(function))
-    if not _is_torchs(inner):
+        return step.__wrapped__ if _is_torchs(step) else None
+    if not is_only_torchs(step):
         return None
+    inner: Step = inspect.unwrap(step)
 
     def alone(optimizer: Optimizer) -> Any:
         with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
             return inner(optimizer)
 
     return alone
+
+
+@functools.cache
+def is_only_torchs(function: Any) -> bool:
+    """Whether it is torch's, and whatever is around it is too: its compiler wraps more than its optimizers do."""
+    return _is_torchs(inspect.unwrap(function, stop=lambda each: not _is_torchs(each)))
 
 
 def _is_torchs(function: Any) -> bool:

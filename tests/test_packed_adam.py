@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo
 from small import assert_same
 from torch import nn
 
@@ -219,6 +220,13 @@ def test_what_torch_would_call_is_called_if_it_is_not_torchs(monkeypatch):
     monkeypatch.undo()
     optimizer._init_group = functools.partial(counted, optimizer)
     assert not packed.step()
+
+
+def test_what_torchs_compiler_puts_around_its_optimizers_does_not_matter():
+    torch._dynamo.eval_frame.TorchPatcher.patch()
+    packed_adam._is_exact.cache_clear()
+    twins = Twins(make(torch.optim.AdamW))
+    assert [twins.step() for _ in range(2)] == [False, True]
 
 
 def test_the_default_device_does_not_matter():

@@ -71,8 +71,8 @@ def safetrain(work: Workload, gate: Gate, fused: bool, guards: Any = None, confi
             config={
                 "loop": loop,
                 "guards": guards or {},
-                "checkpoint": {"every_steps": None},
-            },  # nobody else writes any
+                "checkpoint": {"enabled": False, "save_final": False},  # nobody else writes any
+            },
             run_dir=f"{run_dir}/run",
         )
         gate.watch(trainer)
