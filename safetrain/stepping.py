@@ -82,9 +82,10 @@ def _small_groups(optimizer: Optimizer) -> list[int]:
 def _is_small(parameters: Sequence[torch.Tensor]) -> bool:
     if len(parameters) < 2 or sum(p.numel() for p in parameters) > _FEW_ELEMENTS:
         return False
-    if len({p.untyped_storage().data_ptr() for p in parameters}) != len(parameters):
-        return False  # where two share memory, the order matters
-    return all(type(p) is nn.Parameter and p.device.type == "cpu" and p.dtype in _FULL for p in parameters)
+    if not all(type(p) is nn.Parameter and p.device.type == "cpu" and p.dtype in _FULL for p in parameters):
+        return False
+    # Where two share memory, the order matters.
+    return len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
 
 
 def _leaves_form_open(group: dict[str, Any]) -> bool:
