@@ -25,9 +25,9 @@ class Watched(SafeTrainer):
         seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 config = {"checkpoint": {"snapshot_every": None}}
-data = [torch.ones(8, 2)] * 12
+data = [torch.ones(8, 2)] * 40
 Watched(Large(2, 1), loss_fn=lambda model, x: model(x), train_data=data, config=config, run_dir=sys.argv[1]).fit()
-print((seen[-1] - seen[3]) / (len(seen) - 4))
+print((seen[-1] - seen[19]) / 20)  # the heap has found its layout by then
 """
 
 
@@ -41,11 +41,11 @@ def faults_per_step(path, **environment):
 
 @pytest.mark.skipif(not allocator._is_glibc(), reason="another C library")
 def test_a_step_does_not_fault_in_the_memory_of_the_one_before(tmp_path):
-    pages = 2**24 / resource.getpagesize()
-    assert faults_per_step(tmp_path / "kept") < pages / 4
     # What the environment says is left alone; with this it is as before the library has adapted to a program.
     settings = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    assert faults_per_step(tmp_path / "returned", **settings) > pages
+    returned = faults_per_step(tmp_path / "returned", **settings)
+    assert returned > 2**24 / resource.getpagesize()
+    assert faults_per_step(tmp_path / "kept") < returned / 3
 
 
 def test_another_system_is_left_alone(monkeypatch):
