@@ -92,7 +92,6 @@ class OptimizerGroup(Optimizer):
         for optimizer in optimizers.values():
             self.state.update(optimizer.state)
         self._hand_out()
-        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each of them."""
@@ -105,7 +104,6 @@ class OptimizerGroup(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hand_out()
-        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of one optimizer with all the parameter groups."""
@@ -118,3 +116,4 @@ class OptimizerGroup(Optimizer):
         for name, optimizer in self.optimizers.items():
             optimizer.param_groups = [next(groups) for _ in range(self._sizes[name])]
             optimizer.state = self.state
+        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]

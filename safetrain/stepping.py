@@ -30,7 +30,8 @@ class Stepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._packed = PackedAdam(optimizer) if can_pack(optimizer) else None
-        self._num_groups = 0
+        self._sizes: list[int] = []
+        """Parameters of each group when it was last looked at which are small."""
         self._at_once: list[int] = []
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -56,8 +57,9 @@ class Stepper:
         alone = quiet_step(self.optimizer)
         if alone is not None and self._packed is not None and self._packed.step():
             return
-        if len(self.optimizer.param_groups) != self._num_groups:
-            self._num_groups, self._at_once = len(self.optimizer.param_groups), _small_groups(self.optimizer)
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._sizes:
+            self._sizes, self._at_once = sizes, _small_groups(self.optimizer)
         groups = (self.optimizer.param_groups[index] for index in self._at_once)
         chosen = [group for group in groups if _leaves_form_open(group)]
         for group in chosen:

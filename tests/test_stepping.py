@@ -258,6 +258,19 @@ def test_a_copy_of_a_group_of_optimizers_steps(copied):
     assert_same(*([p for part in each.param_groups for p in part["params"]] for each in (group, other)))
 
 
+def test_a_group_that_has_grown_is_looked_at_again():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters[:2], lr=0.1)
+    stepper, forms = Stepper(optimizer), []
+    optimizer.register_step_pre_hook(lambda o, *_: forms.append(o.param_groups[0]["foreach"]))
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    stepper.step()
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+    stepper.step()
+    assert forms == [True, None]
+
+
 def test_parameters_that_share_memory_go_one_by_one():
     memory = torch.randn(10)
     assert (
