@@ -86,6 +86,26 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class Joined:
+    """The values of tensors, joined, and whether they still are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.values = joined(tensors)
+        self._tensors = tensors
+        self._versions = list(map(_VERSION, tensors))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, in this order, and nobody has written to them since."""
+        return (
+            len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
+            and list(map(_VERSION, tensors)) == self._versions
+        )
+
+
+_VERSION = operator.attrgetter("_version")
+
+
 def layout_of(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 

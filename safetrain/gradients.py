@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collective import gather
-from .copies import joined
+from .copies import Joined, joined
 from .sharding import any_spread, local, total_norm
 from .view import Limits, StepView
 
@@ -38,6 +38,29 @@ def are_uniform(parameters: Sequence[Tensor]) -> bool:
 
 FOREACH = ("cpu", "cuda")
 """Devices on which `clip_grad_norm_` takes the norms of many tensors at once."""
+
+
+FEW_EACH, FEW_IN_ALL = 4096, 2**18
+"""Values of each gradient, on average, and of all of them, up to which joining takes less time than the norm of each."""
+
+
+def are_better_joined(parameters: Sequence[Tensor]) -> bool:
+    """So many small tensors on a CPU that it is best to look at their gradients as one; they are `are_uniform`."""
+    size = sum(parameter.numel() for parameter in parameters)
+    return (
+        parameters[0].device.type == "cpu"
+        and parameters[0].dtype in (torch.float32, torch.float64)
+        and size <= min(FEW_EACH * len(parameters), FEW_IN_ALL)
+    )
+
+
+def norm_of(joint: Joined) -> Tensor:
+    """The global norm but for its last digits: those of `global_norm` are of another order of summing."""
+    return torch.linalg.vector_norm(joint.values)  # type: ignore[no-any-return]
+
+
+NEAR = 1e-4
+"""Share by which `norm_of` and `global_norm` certainly differ less."""
 
 
 def global_norm(gradients: list[Tensor], uniform: bool = False) -> Tensor:
@@ -100,14 +123,16 @@ def clip(
     groups: Sequence[Sequence[Tensor]],
     parameters: Sequence[Tensor],
     limits: Limits,
-    norm: Tensor,
+    norm: Tensor | None,
     view: StepView | None,
 ) -> None:
     """Bound the gradients of all parameters, and of each group of them, to `limits`, in place.
 
-    `norm` is their global norm on the device; `view` is what the host knows of it, or None: then nothing is read here.
+    `norm` is their `global_norm` on the device, or None: then it is computed if it is needed. `view` is what the host knows of
+    it, or None: then nothing is read here.
     """
-    if limits.norm < math.inf and (view is None or view.grad_norm + 1e-6 > limits.norm):
+    if limits.norm < math.inf and (view is None or view.grad_norm * (1 + NEAR) + 1e-6 > limits.norm):
+        norm = global_norm(collect(parameters)) if norm is None else norm
         _scale(parameters, limits.norm, norm, overflowed=view is not None and view.norm_overflow)
     if limits.group_norm < math.inf:
         for group in groups:

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .copies import Joined
+
 
 class Measurement:
     """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
+
+    joint: Joined | None = None
+    """The gradients, if their norm is that of what they were joined to."""
 
     def __init__(
         self,
@@ -21,8 +26,9 @@ class Measurement:
         signals: Mapping[str, Tensor],
         metrics: Sequence[Mapping[str, Any]],
         window: Sequence[Any] = (),
+        joint: Joined | None = None,
     ) -> None:
-        self.grad_norm = grad_norm
+        self.grad_norm, self.joint = grad_norm, joint
         self.window = window
         self.num_losses = len(losses)
         self._signal_names = list(signals)

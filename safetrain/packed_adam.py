@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from .copies import joined
+from .copies import Joined, joined
 from .torch_optim import bare_step, is_only_torchs
 
 PIECE = 2**18
@@ -38,6 +38,7 @@ _state_of = operator.itemgetter(*_KEYS)
 _address = torch.Tensor.data_ptr
 _gradient, _dtype, _is_sparse = (operator.attrgetter(name) for name in ("grad", "dtype", "is_sparse"))
 _MODULES = [(importlib.import_module(f"torch.optim.{name}"), name) for name in ("adam", "adamw")]
+_ONE = torch.ones((), device="cpu")
 _CALLED = [(kind, "_init_group") for kind in (Adam, AdamW)] + _MODULES
 """Where the functions are that torch's own step calls."""
 
@@ -58,18 +59,19 @@ class PackedAdam:
         self._packs: list[list[_Pack]] | None = None
         self._num_tries, self._num_steps = TRIES, 0
 
-    @torch.no_grad()
-    def step(self) -> bool:
-        """What `optimizer.step()` does. False: nothing was done, and that is to be called."""
+    def step(self, joint: Joined | None = None) -> bool:
+        """What `optimizer.step()` does. False: nothing was done, and that is to be called. `joint`: gradients that were joined
+        before, which need not be joined again."""
         groups = self._optimizer.param_groups
         if not (_is_unchanged(self._optimizer) and all(map(_is_ordinary, groups))):
             return False
-        if not (self._is_current() or self._pack()):
-            return False
-        assert self._packs is not None
-        for group, packs in zip(groups, self._packs, strict=True):
-            for pack in packs:
-                pack.step(group, self._optimizer)
+        with torch.no_grad():
+            if not (self._is_current() or self._pack()):
+                return False
+            assert self._packs is not None
+            for group, packs in zip(groups, self._packs, strict=True):
+                for pack in packs:
+                    pack.step(group, self._optimizer, joint)
         self._num_steps += 1
         if self._num_steps == 100:
             self._num_tries = TRIES
@@ -194,7 +196,7 @@ class _Pack:
         gradients, self._gradients = self._gradients, []
         return gradients
 
-    def step(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+    def step(self, group: dict[str, Any], optimizer: Optimizer, joint: Joined | None) -> None:
         raise NotImplementedError
 
 
@@ -207,7 +209,7 @@ class _Fused(_Pack):
         self._give("step", self._steps.unbind())
         self._remember_addresses()
 
-    def step(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+    def step(self, group: dict[str, Any], optimizer: Optimizer, joint: Joined | None) -> None:
         own = vars(optimizer)
         found_inf = own.get("found_inf")
         self._steps.add_(1)
@@ -241,14 +243,14 @@ class _Unfused(_Pack):
         self._num_steps = steps[0]
         return steps.count(self._num_steps) == len(steps)
 
-    def step(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+    def step(self, group: dict[str, Any], optimizer: Optimizer, joint: Joined | None) -> None:
         numbers, gradients = _numbers(group, self._num_steps + 1, _is_decoupled(group, optimizer)), self._taken()
         if numbers.decay:
             gradients = torch._foreach_add(gradients, self.parameters, alpha=numbers.decay)  # type: ignore[assignment]
-        self._move(gradients, numbers)
-        self._steps.add_(1)
+        self._move(gradients, numbers, joint)
+        self._steps.add_(_ONE)
 
-    def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
+    def _move(self, gradients: list[Tensor], numbers: _Numbers, joint: Joined | None) -> None:
         raise NotImplementedError
 
 
@@ -260,8 +262,8 @@ class _Small(_Unfused):
         self._mean, self._square = (joined([entry[key] for entry in entries]) for key in _KEYS[:2])
         self._steps = torch.stack([entry["step"] for entry in entries])
         self._scratch = scratch[self._dtype][: len(self._mean)]
-        self._kept, self._kept_value = self._mean.new_ones(()), 1.0
-        """As a tensor: a Python number is made into one for each parameter."""
+        self._constants: tuple[float, ...] = ()
+        self._kept = self._old_square = self._eps = self._mean
         self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
         self._give("exp_avg", self._means)
         self._give("exp_avg_sq", self._shaped(self._square))
@@ -272,14 +274,15 @@ class _Small(_Unfused):
         parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
-    def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
-        gradient = joined(gradients)
+    def _move(self, gradients: list[Tensor], numbers: _Numbers, joint: Joined | None) -> None:
+        gradient = joint.values if joint is not None and joint.are(gradients) else joined(gradients)
+        kept = 1.0 if numbers.kept is None else numbers.kept
+        if (kept, numbers.old_square, numbers.eps) != self._constants:
+            self._constants = (kept, numbers.old_square, numbers.eps)
+            self._kept, self._old_square, self._eps = self._mean.new_tensor(self._constants).unbind()
         if numbers.kept is not None:
-            if numbers.kept != self._kept_value:
-                self._kept_value = numbers.kept
-                self._kept.fill_(numbers.kept)
             torch._foreach_mul_(self.parameters, self._kept)
-        _follow(gradient, self._mean, self._square, self._scratch, numbers)
+        _follow(gradient, self._mean, self._square, self._scratch, numbers, self._old_square, self._eps)
         torch._foreach_addcdiv_(self.parameters, self._means, self._denominators, -numbers.step_size)
 
 
@@ -297,26 +300,43 @@ class _Large(_Unfused):
         parameter, mean, *_ = (*self.parameters, *self._state)
         return parameter.is_contiguous() and parameter.shape == mean.shape and super().find_gradients()
 
-    def _move(self, gradients: list[Tensor], numbers: _Numbers) -> None:
+    def _move(self, gradients: list[Tensor], numbers: _Numbers, joint: Joined | None) -> None:
         whole = (self.parameters[0].view(-1), gradients[0].reshape(-1), self._mean, self._square)
         for weight, slope, mean, square in zip(*(torch.split(t, len(self._scratch)) for t in whole), strict=True):
             if numbers.kept is not None:
                 weight.mul_(numbers.kept)
             denominator = self._scratch[: len(weight)]
-            _follow(slope, mean, square, denominator, numbers)
+            _follow(slope, mean, square, denominator, numbers, numbers.old_square, numbers.eps)
             weight.addcdiv_(mean, denominator, value=-numbers.step_size)
 
 
-def _follow(gradient: Tensor, mean: Tensor, square: Tensor, denominator: Tensor, numbers: _Numbers) -> None:
-    """Let the moments follow the gradient, and compute what the mean is divided by."""
+def _follow(
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    denominator: Tensor,
+    numbers: _Numbers,
+    old_square: Tensor | float,
+    eps: Tensor | float,
+) -> None:
+    """Let the moments follow the gradient, and compute what the mean is divided by.
+
+    Numbers that stay the same are better given as tensors: torch makes one of each Python number, which costs as much as the
+    operation on a few thousand values.
+    """
     mean.lerp_(gradient, numbers.new_mean)
-    square.mul_(numbers.old_square).addcmul_(gradient, gradient, value=numbers.new_square)
-    torch.sqrt(square, out=denominator).div_(numbers.correction).add_(numbers.eps)
+    square.mul_(old_square).addcmul_(gradient, gradient, value=numbers.new_square)
+    torch.sqrt(square, out=denominator).div_(numbers.correction).add_(eps)
 
 
 def _is_unchanged(optimizer: Optimizer) -> bool:
     """Whether nobody has put something else in the place of what torch's own step calls."""
-    return "_init_group" not in vars(optimizer) and all(is_only_torchs(getattr(*place)) for place in _CALLED)
+    return "_init_group" not in vars(optimizer) and _are_only_torchs(tuple(getattr(*place) for place in _CALLED))
+
+
+@functools.cache
+def _are_only_torchs(functions: tuple[Any, ...]) -> bool:
+    return all(map(is_only_torchs, functions))
 
 
 def _are(now: Collection[Any], known: Collection[Any]) -> bool:
@@ -329,7 +349,8 @@ def _is_ordinary(group: dict[str, Any]) -> bool:
         return False
     if group["amsgrad"] or group["maximize"]:
         return False
-    return not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"], group["weight_decay"]))
+    numbers = (group["lr"], *group["betas"], group["weight_decay"])
+    return all(type(number) is float for number in numbers) or not any(isinstance(n, Tensor) for n in numbers)
 
 
 def _fits(parameter: Tensor, state: Any) -> bool:

@@ -99,6 +99,7 @@ class TrainerParts:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)
         self._is_uniform = gradients.are_uniform(self._parameters)
+        self._joins_gradients = self._is_uniform and gradients.are_better_joined(self._parameters)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

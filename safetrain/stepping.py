@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .copies import Joined
 from .packed_adam import PackedAdam, can_pack
 from .torch_optim import quiet_step
 
@@ -41,21 +42,22 @@ class Stepper:
         self._listeners.append(listener := (before, after))
         return lambda: self._listeners.remove(listener)
 
-    def step(self) -> None:
-        """What `optimizer.step()` does; by that very call if anything listens to it, or has taken its place."""
+    def step(self, joint: Joined | None = None) -> None:
+        """What `optimizer.step()` does; by that very call if anything listens to it, or has taken its place. `joint`: the
+        gradients, if they were joined before."""
         if not self._listeners:
-            self._step()
+            self._step(joint)
             return
         listeners = list(self._listeners)
         for before, _ in listeners:
             before()
-        self._step()
+        self._step(joint)
         for _, after in listeners:
             after()
 
-    def _step(self) -> None:
+    def _step(self, joint: Joined | None) -> None:
         alone = quiet_step(self.optimizer)
-        if alone is not None and self._packed is not None and self._packed.step():
+        if alone is not None and self._packed is not None and self._packed.step(joint):
             return
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._sizes:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import assembly, gradients
 from .batch import same_nest
+from .copies import Joined
 from .errors import Interrupted, SafetrainError, TrainingStopped, UsageError
 from .forensics.raised import is_numeric
 from .hooks import check_hooks
@@ -164,7 +165,10 @@ class SafeTrainer(TrainerSession):
     ) -> tuple[Measurement, Limits]:
         self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
-        norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
+        # Without a read the norm itself is what the gradients are scaled by, so it must be torch's to the last bit.
+        joint = Joined(grads) if self._joins_gradients and grads and self._deferred is None else None
+        norm = gradients.global_norm(grads, self._is_uniform) if joint is None else gradients.norm_of(joint)
+        norm = norm.to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         step = DeviceStep.of(
             step=self.step,
@@ -178,7 +182,7 @@ class SafeTrainer(TrainerSession):
         begin = perf_counter()
         signals = self.panel.measure(step)
         self.run.guard_seconds += perf_counter() - begin
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
+        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window, joint)
         measurement.vector = self.engine.share(measurement.vector)
         return measurement, self.panel.limits()
 
@@ -229,10 +233,11 @@ class SafeTrainer(TrainerSession):
             self.run.stepped(view, decision, "overflow")
             return True
         if view.limits.bounded:
-            gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
+            norm = measurement.grad_norm if measurement.joint is None else None
+            gradients.clip(self._groups, self._parameters, view.limits, norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            self.stepper.step()
+            self.stepper.step(measurement.joint)
         if before is not None:
             if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)
