@@ -97,7 +97,7 @@ def copied(batch: Any) -> Any:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     if is_flat(batch):
-        return type(batch)([item.to(device) for item in batch])
+        return type(batch)([item if item.device == device else item.to(device) for item in batch])
     return map_tensors(batch, lambda item: item.to(device))
 
 

@@ -26,7 +26,9 @@ from .ranks.link import Link
 from .ranks.replicas import Replicas
 from .rng import seed_everything
 from .sharding import is_sharded, island_names, keep_spread, shard_model
+from .torch_autograd import backward
 
+_NOTHING = nullcontext()
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -180,10 +182,10 @@ class Engine:
 
     def gradient_sync(self, model: nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Inside, a backward shares its gradients with the other ranks only if `sync`."""
-        return nullcontext() if sync or self.world_size == 1 else self._accelerator.no_sync(model)
+        return _NOTHING if sync or self.world_size == 1 else self._accelerator.no_sync(model)
 
     def backward(self, loss: Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        backward(loss if self._scaler is None else self._scaler.scale(loss))
 
     def unscale(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """The gradients of all these parameters, the optimizer's and others, in their true size to the end of the step."""

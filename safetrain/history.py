@@ -17,12 +17,23 @@ class Recent:
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
+        self._largest = max(self.values, default=-math.inf)
 
     def __len__(self) -> int:
         return len(self.values)
 
     def add(self, value: float) -> None:
-        self.values.append(value)
+        values = self.values
+        leaving = values[0] if len(values) == values.maxlen else -math.inf
+        values.append(value)
+        if value >= self._largest:
+            self._largest = value
+        elif not leaving < self._largest:
+            self._largest = max(values)
+
+    def clear(self) -> None:
+        self.values.clear()
+        self._largest = -math.inf
 
     @property
     def center(self) -> float:
@@ -38,7 +49,8 @@ class Recent:
 
     @property
     def largest(self) -> float:
-        return max(self.values)
+        """-inf if there is none. Known at any time, because it is asked for in every step."""
+        return self._largest
 
 
 @dataclass

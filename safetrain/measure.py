@@ -47,21 +47,25 @@ class Measurement:
 
     def unpack(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The vector's numbers under the names that `StepView` gives them."""
-        micro_losses = tuple(numbers[: self.num_losses])
-        values = iter(numbers[self.num_losses :])
-        return {
-            "loss": micro_losses[0] if self.num_losses == 1 else sum(micro_losses) / self.num_losses,
+        count = self.num_losses
+        micro_losses = tuple(numbers[:count])
+        named: dict[str, Any] = {
+            "loss": micro_losses[0] if count == 1 else sum(micro_losses) / count,
             "micro_losses": micro_losses,
-            "grad_norm": next(values),
-            "loss_scale": next(values) if self._has_scale else 1.0,
-            "signals": {name: next(values) for name in self._signal_names},
-            "metrics": self._mean_metrics(
-                [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
-            )
-            if self._metrics
-            else {},
+            "grad_norm": numbers[count],
+            "loss_scale": 1.0,
+            "signals": {},
+            "metrics": {},
             "window": self._window_while_measured(),
         }
+        if len(numbers) > count + 1 or self._metrics:
+            values = iter(numbers[count + 1 :])
+            if self._has_scale:
+                named["loss_scale"] = next(values)
+            named["signals"] = {name: next(values) for name in self._signal_names}
+            metrics = [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
+            named["metrics"] = self._mean_metrics(metrics)
+        return named
 
     def _window_while_measured(self) -> Callable[[], Sequence[Any]]:
         measurement = weakref.ref(self)  # the view may be kept for long, and must not keep the batches alive

@@ -37,6 +37,8 @@ class Panel:
         return {f"{guard.name}.{name}": value for guard in self._measure for name, value in guard.measure(step).items()}
 
     def limits(self) -> Limits:
+        if len(self._limits) == 1:
+            return self._limits[0].limits()
         return tightest([guard.limits() for guard in self._limits])
 
     def judge(self, view: StepView) -> Decision:

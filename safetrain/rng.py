@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from .rng_memory import NumpySource, PythonSource
 _PYTHON, _NUMPY = PythonSource(), NumpySource()
 
 
-@dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     python: Any
     numpy: Any
     torch_cpu: torch.Tensor
@@ -42,7 +41,7 @@ class RandomState:
         key = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
         numpy = {**self.numpy, "state": {**self.numpy["state"], "key": key}}
         version, table, gauss = self.python
-        python = {"version": version, "table": torch.from_numpy(np.array(table, dtype=np.int64)), "gauss": gauss}
+        python = {"version": version, "table": _as_tensor(table), "gauss": gauss}
         return {"python": python, "numpy": numpy, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
 
     @classmethod
@@ -52,6 +51,12 @@ class RandomState:
         table = tuple(python["table"].numpy().tolist())
         numpy = {**state["numpy"], "state": {**state["numpy"]["state"], "key": key}}
         return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], state["torch_cuda"])
+
+
+@lru_cache(maxsize=1)
+def _as_tensor(table: tuple[int, ...]) -> torch.Tensor:
+    """Nobody writes to it. Most runs never draw from Python's generator, so that it is the same each time."""
+    return torch.from_numpy(np.array(table, dtype=np.int64))
 
 
 def seed_everything(seed: int) -> None:

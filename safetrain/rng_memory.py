@@ -1,7 +1,8 @@
 """The random state of Python and NumPy, taken anew only when it has changed.
 
 Most training steps draw from torch alone, and building these two states costs 60 µs: as much as a small step. Whether they
-have changed is seen in a microsecond, by comparing the memory of the generators. Where that memory cannot be looked at
+have changed is seen in a microsecond, by comparing the memory of the generators: the position in the table of the Mersenne
+twister, which moves with every draw, and the words beside it, all of which are others when the table was filled anew. Where that memory cannot be looked at
 (another Python, another generator), the state is taken every time.
 """
 
@@ -16,9 +17,8 @@ from typing import Any
 import numpy as np
 
 _HEAD = object.__basicsize__
-_PYTHON_BYTES = _random.Random.__basicsize__ - _HEAD
-_NUMPY_BYTES = 624 * 4 + 4
-"""The table of the Mersenne twister and the position in it."""
+_TABLE, _POSITION, _BESIDE = 624 * 4, 4, 64
+"""Bytes of the table, of the position in it, and of the words that are looked at."""
 
 
 _GENERATOR: Any = getattr(np.random, "get_bit_generator", lambda: None)
@@ -57,7 +57,8 @@ class NumpySource:
         if generator is not self._generator:
             self._generator, self._memory = generator, None
             is_known = type(generator) is np.random.MT19937
-            self._look = _bytes_at(generator.ctypes.state_address, _NUMPY_BYTES) if is_known else None
+            end_of_table = generator.ctypes.state_address + _TABLE  # where the position is
+            self._look = _bytes_at(end_of_table - _BESIDE, _BESIDE + _POSITION) if is_known else None
         if self._look is None:
             return np.random.get_state(legacy=False)
         memory = self._look.raw
@@ -73,12 +74,12 @@ def _bytes_at(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _memory_of(generator: random.Random) -> ctypes.Array[ctypes.c_char]:
-    return _bytes_at(id(generator) + _HEAD, _PYTHON_BYTES)
+    return _bytes_at(id(generator) + _HEAD, _POSITION + _BESIDE)
 
 
 def _sees_draws() -> bool:
     """Whether the memory of a generator is where it is looked for: it changes with a draw, and comes back with the seed."""
-    if sys.implementation.name != "cpython" or _PYTHON_BYTES < 624 * 4:
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ - _HEAD < _TABLE + _POSITION:
         return False
     generator = random.Random(0)
     memory = _memory_of(generator)
@@ -86,4 +87,8 @@ def _sees_draws() -> bool:
     generator.getrandbits(32)
     drawn = memory.raw
     generator.seed(0)
-    return drawn != fresh and memory.raw == fresh
+    if drawn == fresh or memory.raw != fresh:
+        return False
+    for _ in range(624):  # to the same position in a new table
+        generator.getrandbits(32)
+    return memory.raw[:_POSITION] == fresh[:_POSITION] and memory.raw[_POSITION:] != fresh[_POSITION:]

@@ -265,7 +265,7 @@ class TrainerSession(TrainerParts):
     # ---- moving parts ------------------------------------------------------------------------------------------
 
     def scheduled_lrs(self) -> tuple[float, ...]:
-        return tuple(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
+        return tuple([float(group.get("lr", 0.0)) for group in self.optimizer.param_groups])
 
     def scaled_lr(self, scale: float) -> AbstractContextManager[None]:
         """Outside the scheduler, which would overwrite (or compound) a change it finds in the groups."""

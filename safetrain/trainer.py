@@ -188,28 +188,26 @@ class SafeTrainer(TrainerSession):
 
     def _view(self, measurement: Measurement, limits: Limits) -> StepView:
         """The step's numbers on the host. The one read of a healthy step is here."""
-        numbers = measurement.unpack(measurement.vector.tolist())
+        fields = measurement.unpack(measurement.vector.tolist())
         norm_overflow = False
-        if math.isinf(numbers["grad_norm"]):
+        if math.isinf(fields["grad_norm"]):
             true_norm = gradients.overflow_free_norm(gradients.collect(self._parameters))
             if norm_overflow := true_norm is not None:
-                numbers["grad_norm"] = true_norm
+                fields["grad_norm"] = true_norm
         scaler_overflow = (
-            self.engine.precision == "fp16"
-            and math.isfinite(numbers["loss"])
-            and not math.isfinite(numbers["grad_norm"])
+            self.engine.precision == "fp16" and math.isfinite(fields["loss"]) and not math.isfinite(fields["grad_norm"])
         )
-        numbers |= self.run.history(scaler_overflow)
-        return StepView.of(
-            step=self.step,
-            epoch=self.stream.epoch,
-            lrs=self.scheduled_lrs(),
-            limits=limits,
-            norm_overflow=norm_overflow,
-            scaler_overflow=scaler_overflow,
-            bad_state=self.audit.bad_state_before_step,
-            **numbers,
-        )
+        fields |= self.run.history(scaler_overflow)
+        fields |= {
+            "step": self.step,
+            "epoch": self.stream.epoch,
+            "lrs": self.scheduled_lrs(),
+            "limits": limits,
+            "norm_overflow": norm_overflow,
+            "scaler_overflow": scaler_overflow,
+            "bad_state": self.audit.bad_state_before_step,
+        }
+        return StepView.of(fields)
 
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class Decision:
     lr_scale: float
     verdicts: Mapping[str, Verdict]
 
-    @property
+    @functools.cached_property
     def reasons(self) -> list[str]:
         """Every reason given, the most severe first, ties by guard name."""
         return [f"{guard}: {v.reason}" for guard, v in self.by_severity() if v.reason]

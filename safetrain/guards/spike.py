@@ -110,8 +110,8 @@ class Spike(Guard):
 
     def learn(self, view: StepView, decision: Decision) -> None:
         if view.consecutive_refusals >= self.config.accept_after:
-            self.losses.values.clear()
-            self.norms.values.clear()
+            self.losses.clear()
+            self.norms.clear()
         if not self.losses and not self.start:
             self.start = abs(view.loss)
         self.losses.add(view.loss)

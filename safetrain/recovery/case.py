@@ -167,7 +167,7 @@ class LastGood:
     def forget(self) -> None:
         """The run went back: what was good lately is no longer of this state."""
         self.window = self.earlier = self._next = ()
-        self.losses.values.clear()
+        self.losses.clear()
 
     def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
         if self._num_steps % (self.MEMORY // 2) == 0:

@@ -56,7 +56,10 @@ class Console(Sink):
         if not encoding.lower().startswith("utf"):  # a terminal that only knows ASCII, say
             text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
         # On a terminal what has no label is broken at words; elsewhere, and where something is to be copied, nothing is broken.
-        is_broken = self._out.is_terminal and text.plain[:1].strip() != ""
+        if not self._out.is_terminal:
+            print(text.plain, file=self._out.file, flush=True)
+            return
+        is_broken = text.plain[:1].strip() != ""
         self._out.print(text, soft_wrap=not is_broken)
 
     def started(self, about: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,11 +127,32 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 def _line(record: StepRecord) -> str:
+    view, decision = record.view, record.decision
+    if _is_plain(record):
+        lr, scale = view.lr * decision.lr_scale, decision.lr_scale
+        return (
+            f'{{"event": "step", "step": {view.step}, "action": "commit", "loss": {view.loss!r}, '
+            f'"grad_norm": {view.grad_norm!r}, "lr": {lr!r}, "lr_scale": {scale!r}, "epoch": {view.epoch}, '
+            f'"committed": {record.num_committed}}}\n'
+        )
     fields = _fields(record)
     try:
         return _encode(fields) + "\n"
     except ValueError:  # a number that is not finite; looking for one beforehand would triple the cost of a line
         return to_json(fields) + "\n"
+
+
+def _is_plain(record: StepRecord) -> bool:
+    """Nothing is to be said of it but the numbers that every step has, all of them finite: as of nearly every one."""
+    view = record.view
+    return (
+        record.is_ordinary
+        and type(view.loss) is type(view.grad_norm) is float
+        and math.isfinite(view.loss + view.grad_norm + view.lr)
+        and not (view.metrics or view.norm_overflow or record.decision.reasons)
+        and len(view.micro_losses) <= 1
+        and view.loss_scale == 1.0
+    )
 
 
 def _fields(record: StepRecord) -> dict[str, Any]:

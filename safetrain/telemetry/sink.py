@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..incident import Incident
 from ..result import FitResult
@@ -25,8 +25,7 @@ MAX_UNTOLD = 50
 """Or when they are so many: more would be enough objects for Python's garbage collector to look at them, again and again."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One decided step, as it is told to sinks."""
 
     view: StepView
