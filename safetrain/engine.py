@@ -178,6 +178,8 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[object]:
         """For a training step: around all of it, or inside the model only if the loss is an fp32 island."""
+        if self._autocast_dtype is None:
+            return _NOTHING
         return islands.autocast(self._model, self.device.type, self._autocast_dtype)
 
     def gradient_sync(self, model: nn.Module, sync: bool) -> AbstractContextManager[object]:

@@ -30,7 +30,6 @@ LOSS = "loss"
 """The name of the island that is everything outside the model."""
 
 _LOW = (torch.float16, torch.bfloat16)
-_AS_IT_IS = nullcontext()
 # Keys in an instance's __dict__. How many asked for the module, or the loss around it, to be an island:
 _ISLAND, _LOSS_ISLAND = "_num_fp32_island", "_num_fp32_loss"
 # The forward that the instance had of its own, and the autocast that the model itself is to open:
@@ -62,7 +61,7 @@ def islands_of(model: nn.Module) -> list[str]:
 def autocast(model: nn.Module | None, device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Autocast for a step of `model`, around all of it or, if the loss is an island, around the model's forward only."""
     if dtype is None:
-        return _AS_IT_IS
+        return nullcontext()
     if model is not None and _is(model, _LOSS_ISLAND):
         return _autocast_inside(model, device_type, dtype)
     return torch.autocast(device_type, dtype=dtype)

@@ -46,15 +46,15 @@ def quiet_step(optimizer: Any) -> Step | None:
     return bare_step(kind)
 
 
-def bare_step(kind: type[Optimizer]) -> Step | None:
+def bare_step(kind: Any) -> Step | None:
     """The step that an optimizer's class defines: of torch's own without what torch puts around it, of others as it is. None if
     somebody else has put something around it."""
-    return _unwrapped(kind.step, kind.__module__.startswith("torch.optim."))
+    return _unwrapped(kind.step, kind)
 
 
 @functools.cache
-def _unwrapped(step: Any, is_torchs: bool) -> Step | None:
-    if not is_torchs:
+def _unwrapped(step: Any, kind: Any) -> Step | None:
+    if not kind.__module__.startswith("torch.optim."):
         return step.__wrapped__ if _is_torchs(step) else None
     if not is_only_torchs(step):
         return None

@@ -170,17 +170,17 @@ class SafeTrainer(TrainerSession):
         norm = gradients.global_norm(grads, self._is_uniform) if joint is None else gradients.norm_of(joint)
         norm = norm.to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = DeviceStep.of(
-            step=self.step,
-            loss=loss,
-            grad_norm=norm,
-            gradients=grads,
-            buffer_peak=self.transaction.buffer_peak,
-            state_peak=self.audit.state_peak,
-            window=window,
-        )
+        step = {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "gradients": grads,
+            "buffer_peak": self.transaction.buffer_peak,
+            "state_peak": self.audit.state_peak,
+            "window": window,
+        }
         begin = perf_counter()
-        signals = self.panel.measure(step)
+        signals = self.panel.measure(DeviceStep.of(step))
         self.run.guard_seconds += perf_counter() - begin
         measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window, joint)
         measurement.vector = self.engine.share(measurement.vector)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch import nn
 
 from safetrain import SafeTrainer
@@ -86,23 +85,6 @@ class Timed(SafeTrainer):
         return call
 
 
-class Writers:
-    """Processor time of the threads that write TensorBoard's events, noted when they end."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        plain = _AsyncWriterThread.run
-
-        def noted(thread: Any) -> None:
-            plain(thread)
-            self.seconds += time.thread_time()
-
-        _AsyncWriterThread.run = noted
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def terminal() -> Any:
     """A file that is a terminal, on which nobody looks."""
     controller, screen = pty.openpty()
@@ -139,18 +121,15 @@ def main() -> int:
         }
         trainer = Timed(model, loss_fn=nn.MSELoss(), train_data=batches, config=config, run_dir=Path(directory) / "run")
         with terminal() if options.console == "live" else open(os.devnull, "w") as sys.stdout:
-            writers = Writers()
-            with writers:
-                trainer.fit()
+            trainer.fit()
         sys.stdout = stdout
     silent = statistics.median(trainer.blocks[False]) / BLOCK
     num_told = BLOCK * len(trainer.blocks[True])
-    telling, writing = trainer.telling / num_told, writers.seconds / (num_told + BLOCK)
-    share = (telling + writing) / silent
+    telling = trainer.telling / num_told
+    share = telling / silent
     by_turns = statistics.median(trainer.blocks[True]) / BLOCK / silent - 1
     print(f"a step without telemetry    {1000 * silent:7.3f} ms of processor time")
-    print(f"telling, in its own thread  {1000 * telling:7.3f} ms")
-    print(f"writing TensorBoard events  {1000 * writing:7.3f} ms, in another thread")
+    print(f"telling                     {1000 * telling:7.3f} ms")
     print(f"share of the step           {100 * share:7.2f}%, limit {100 * LIMIT:.0f}%")
     print(
         f"  by turns                  {100 * by_turns:7.2f}% (told against not told, in blocks; a busy machine disturbs it)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..incident import Incident
 from ..incident_report import markdown
 from ..result import FitResult
+from .event_file import EventFile
 from .scalars import LAYOUT, eval_scalars, hyperparameters, step_scalars
 from .sink import ResumePoint, Sink, StepRecord
 from .summary import headline, next_commands, summary_rows
@@ -19,8 +20,6 @@ from .vitals import Vitals
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLUSH_SECONDS = 10
-"""A page that is open shows what was at most so long ago."""
 END = ".end"
 """Suffix of the file that holds how the run ended; a resume removes it, because TensorBoard believes the first end it reads."""
 NUM_BINS = 64
@@ -35,7 +34,7 @@ class TensorBoard(Sink):
         resume: ResumePoint | None = None,
     ) -> None:
         """`settings` is the config as nested dictionaries; `texts` are shown as Markdown under their names."""
-        from torch.utils.tensorboard import FileWriter, summary  # about a second to import
+        from torch.utils.tensorboard import summary  # about a second to import
 
         self._summary: Any = summary
         self._directory, self._failed = run_dir, False
@@ -43,34 +42,32 @@ class TensorBoard(Sink):
         self._tags: set[str] = set()
         for end in run_dir.glob(f"events.out.tfevents.*{END}"):
             end.unlink(missing_ok=True)
-        make: Any = FileWriter
-        self._open: Any = lambda suffix: make(str(run_dir), flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
-        self._writer = self._open("")
+        self._file = EventFile(run_dir)
         if resume is not None:
             self._forget_after(resume.step)
         self._add(self._summary.custom_scalars({name: _charts(charts) for name, charts in LAYOUT.items()}))
         for name, text in texts.items():
             self._add(self._summary.text(name, text), 0)
 
-    def _write(self, method: str, *arguments: Any) -> None:
+    def _write(self, action: Callable[..., None], *arguments: Any) -> None:
         """A full disk costs the curves, not the run."""
         if self._failed:
             return
         try:
-            getattr(self._writer, method)(*arguments)
+            action(*arguments)
         except OSError as error:
             self._failed = True
             logging.getLogger("safetrain").warning("TensorBoard events are no longer written: %s", error)
 
     def _add(self, content: Any, step: int | None = None) -> None:
-        self._write("add_summary", content, step)
+        self._write(self._file.add_summary, content, step)
 
     def _forget_after(self, step: int) -> None:
         """What is written from there on replaces what an earlier process wrote."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._write("add_event", Event(step=step, file_version="brain.Event:2"))
-        self._write("add_event", Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        self._write(self._file.add, Event(step=step, file_version="brain.Event:2"))
+        self._write(self._file.add, Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         """All of a step in one event, which costs a tenth of one each."""
@@ -123,9 +120,6 @@ class TensorBoard(Sink):
             self._add(self._summary.histogram_raw(name, low, high, finite.numel(), *sums, limits, counts), step)
         return values.numel() - finite.numel()
 
-    def sync(self) -> None:
-        self._write("flush")
-
     def finished(self, result: FitResult) -> None:
         final: dict[str, float] = {"run/steps": result.steps, "run/incidents": len(result.incidents)}
         final["run/final_loss"] = result.final_loss
@@ -133,11 +127,14 @@ class TensorBoard(Sink):
             final |= {f"run/best_{name}": v for name, v in result.best.items() if name != "step"}
         self._scalars(final, result.attempted)
         self._add(self._summary.text("health/summary", _summary_text(result)), result.attempted)
-        self._write("close")
+        self._file.close()
         if not self._failed and (status := _session_status(result.status)) is not None:
-            self._writer = self._open(END)
-            self._add(status)
-            self._write("close")
+            self._write(self._tell_end, status)
+
+    def _tell_end(self, status: Any) -> None:
+        end = EventFile(self._directory, END)
+        end.add_summary(status)
+        end.close()
 
     def _hyperparameters(self) -> tuple[Any, Any, Any]:
         metrics = {"run/final_loss": 0, "run/best_loss": 0, "run/steps": 0, "run/incidents": 0}

@@ -124,7 +124,6 @@ def test_histograms_of_the_finite_part_and_the_count_of_the_rest(events, tmp_pat
     )
     board.tensors({"tensors/weights/w": torch.full((2,), nan)}, 8)
     board.tensors({"tensors/weights/w": torch.ones(2)}, 9)
-    board.sync()
     written = events_of(tmp_path)
     assert [(e.step, e.histogram_value.num) for e in written.Histograms("tensors/weights/w")] == [(7, 2), (9, 2)]
     counts = written.Scalars("precision/nonfinite_weights/w")
