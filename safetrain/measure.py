@@ -79,7 +79,10 @@ class Measurement:
 
 
 def _pack(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if all(t.dtype is torch.float32 and t.device == device for t in tensors):
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or tensor.device != device:
+            break
+    else:
         return torch.stack(tensors)
     widest = torch.float32 if device.type == "mps" else torch.float64
     return torch.stack([t.to(device, widest) for t in tensors])

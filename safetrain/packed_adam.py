@@ -84,13 +84,18 @@ class PackedAdam:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if self._packs is None or [bool(group["fused"]) for group in groups] != self._are_fused:
             return False
-        if not all(_are(group["params"], known) for group, known in zip(groups, self._known, strict=True)):
-            return False
+        for group, known in zip(groups, self._known, strict=True):
+            if not _are(group["params"], known):
+                return False
         if not _are(state.values(), self._entries):
             return False
-        if any(parameter.grad is not None for parameter in self._unmoved):
+        if self._unmoved and any(parameter.grad is not None for parameter in self._unmoved):
             return False
-        return all(pack.find_gradients(joint) for packs in self._packs for pack in packs)
+        for packs in self._packs:
+            for pack in packs:
+                if not pack.find_gradients(joint):
+                    return False
+        return True
 
     def _pack(self) -> bool:
         """What has a gradient now; False if that cannot be packed, because torch has not made its state yet, for example."""
@@ -181,11 +186,10 @@ class _Pack:
     def find_gradients(self, joint: Joined | None) -> bool:
         """False if one has none that is dense, or another state than it was packed with, or made more steps than another."""
         try:
-            if not all(map(operator.is_, chain.from_iterable(map(_state_of, self._entries)), self._state)):
-                return False
-        except KeyError:
+            addresses = list(map(_address, chain.from_iterable(map(_state_of, self._entries))))
+        except (KeyError, TypeError):  # of what is gone, or no tensor
             return False
-        if list(map(_address, self._state)) != self._addresses or not self._knows_steps():
+        if addresses != self._addresses or not self._knows_steps():
             return False
         self._gradients = gradients = list(map(_gradient, self.parameters))
         if joint is not None and joint.values.dtype is self._dtype and joint.are(gradients):
@@ -273,6 +277,7 @@ class _Small(_Unfused):
         self._scratch = scratch[self._dtype][: len(self._mean)]
         self._constants: tuple[float, ...] = ()
         self._kept = self._old_square = self._eps = self._mean
+        self._correction = self._mean.new_ones(())
         self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
         self._give("exp_avg", self._means)
         self._give("exp_avg_sq", self._shaped(self._square))
@@ -291,7 +296,9 @@ class _Small(_Unfused):
             self._kept, self._old_square, self._eps = self._mean.new_tensor(self._constants).unbind()
         if numbers.kept is not None:
             torch._foreach_mul_(self.parameters, self._kept)
-        _follow(gradient, self._mean, self._square, self._scratch, numbers, self._old_square, self._eps)
+        self._correction.fill_(numbers.correction)
+        constants = self._old_square, self._correction, self._eps
+        _follow(gradient, self._mean, self._square, self._scratch, numbers, *constants)
         torch._foreach_addcdiv_(self.parameters, self._means, self._denominators, -numbers.step_size)
 
 
@@ -315,7 +322,8 @@ class _Large(_Unfused):
             if numbers.kept is not None:
                 weight.mul_(numbers.kept)
             denominator = self._scratch[: len(weight)]
-            _follow(slope, mean, square, denominator, numbers, numbers.old_square, numbers.eps)
+            constants = numbers.old_square, numbers.correction, numbers.eps
+            _follow(slope, mean, square, denominator, numbers, *constants)
             weight.addcdiv_(mean, denominator, value=-numbers.step_size)
 
 
@@ -326,16 +334,17 @@ def _follow(
     denominator: Tensor,
     numbers: _Numbers,
     old_square: Tensor | float,
+    correction: Tensor | float,
     eps: Tensor | float,
 ) -> None:
     """Let the moments follow the gradient, and compute what the mean is divided by.
 
-    Numbers that stay the same are better given as tensors: torch makes one of each Python number, which costs as much as the
-    operation on a few thousand values.
+    The last three are better given as tensors if there is little to do: torch makes one of each Python number, which costs as
+    much as the operation on a few thousand values.
     """
     mean.lerp_(gradient, numbers.new_mean)
     square.mul_(old_square).addcmul_(gradient, gradient, value=numbers.new_square)
-    torch.sqrt(square, out=denominator).div_(numbers.correction).add_(eps)
+    torch.sqrt(square, out=denominator).div_(correction).add_(eps)
 
 
 def _is_unchanged(optimizer: Optimizer) -> bool:
