@@ -17,6 +17,8 @@ DRAWS = {
     "python seed": lambda: random.seed(5),
     "python setstate": lambda: random.setstate(random.Random(9).getstate()),
     "python shuffle": lambda: random.shuffle([1, 2, 3]),
+    "python whole tables": lambda: [random.getrandbits(32) for _ in range(2 * 624)],
+    "numpy whole tables": lambda: np.random.bytes(3 * 624 * 4),
     "numpy rand": lambda: np.random.rand(),
     "numpy normal": lambda: np.random.randn(),
     "numpy normal twice": lambda: np.random.randn(2),

@@ -147,7 +147,7 @@ def _is_plain(record: StepRecord) -> bool:
     view = record.view
     return (
         record.is_ordinary
-        and type(view.loss) is type(view.grad_norm) is float
+        and type(view.loss) is type(view.grad_norm) is type(view.lr) is type(record.decision.lr_scale) is float
         and math.isfinite(view.loss + view.grad_norm + view.lr)
         and not (view.metrics or view.norm_overflow or record.decision.reasons)
         and len(view.micro_losses) <= 1

@@ -8,11 +8,16 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small import make_batches, make_model, mse
 
-from safetrain import Interrupted, RunDirectoryError, SafeTrainer, TrainingStopped, load_config
+from safetrain import Interrupted, RunDirectoryError, SafeTrainer, TrainingStopped, Verdict, load_config
+from safetrain.files import to_json
+from safetrain.telemetry import StepRecord, journal
+from safetrain.verdict import merge
+from safetrain.view import StepView
 
 
 def strict(text):
@@ -42,6 +47,35 @@ def test_the_journal_has_one_valid_line_per_decision(train):
     assert [line["action"] for line in steps] == ["commit"] * 3 + ["skip"] + ["commit"] * 4
     assert (steps[3]["loss"], steps[3]["grad_norm"]) == ("nan", "nan")
     assert [line["loss"] for line in steps if line["action"] == "commit"] == [v for v in result.losses if v == v]
+
+
+LINES = {
+    "plain": {},
+    "tiny": {"loss": 1e-300, "grad_norm": 5e-324},
+    "huge": {"loss": 1.7e308, "grad_norm": 1.7e308},
+    "negative zero": {"loss": -0.0},
+    "not finite": {"loss": math.nan, "grad_norm": math.inf},
+    "metrics": {"metrics": {"accuracy": 0.5}},
+    "micro-batches": {"micro_losses": (0.5, 1.5)},
+    "one micro-batch": {"micro_losses": (1.0,)},
+    "loss scale": {"loss_scale": 1024.0},
+    "norm overflow": {"norm_overflow": True},
+    "repaired": {"refused_loss": math.nan},
+    "of NumPy": {"loss": np.float64(0.1), "grad_norm": np.float64(0.2)},
+}
+
+
+@pytest.mark.parametrize(
+    "verdict", [Verdict(), Verdict(lr_scale=0.25), Verdict(lr_scale=np.float64(0.1)), Verdict(reason="odd")]
+)
+@pytest.mark.parametrize("outcome", ["commit", "skip"])
+@pytest.mark.parametrize("fields", LINES.values(), ids=LINES)
+def test_a_line_is_the_same_json_however_it_is_made(fields, outcome, verdict):
+    view = StepView(**{"step": 7, "loss": 1.0, "grad_norm": 0.3, "lrs": (0.1, 0.2), "epoch": 2, **fields})
+    record = StepRecord(view, merge([("guard", verdict)]), outcome, 5)
+    line = journal._line(record)
+    assert strict(line) == json.loads(to_json(journal._fields(record)))
+    assert line == to_json(journal._fields(record)) + "\n"
 
 
 def test_the_journal_is_complete_up_to_an_incident(train):
