@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -171,9 +172,9 @@ def _class(cls: type, wanted: str) -> list[str]:
     for name, member in _own_members(cls):
         if wanted and name not in wanted.split(","):
             continue
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = _function_of(member)
         doc = " ".join((inspect.getdoc(function) or "").split("\n>>> ")[0].split())
-        shown = name if isinstance(member, property) else name + _spelt_signature(inspect.signature(function))
+        shown = name if isinstance(member, PROPERTIES) else name + _spelt_signature(inspect.signature(function))
         lines.append(_item(shown, doc))
     return [*lines, ""]
 
@@ -189,12 +190,19 @@ def _own_members(cls: type) -> Iterator[tuple[str, Any]]:
     for base in cls.__mro__:
         if base.__module__.startswith("safetrain") and not issubclass(base, enum.Enum):
             for name, member in vars(base).items():
-                plain = getattr(member, "__func__", member)
-                has_doc = inspect.getdoc(member.fget if isinstance(member, property) else plain)
-                if name[0] != "_" and name not in seen and has_doc:
-                    if inspect.isfunction(plain) or isinstance(member, property):
-                        seen.add(name)
-                        yield name, member
+                function = _function_of(member)
+                if name[0] != "_" and name not in seen and inspect.isfunction(function) and inspect.getdoc(function):
+                    seen.add(name)
+                    yield name, member
+
+
+PROPERTIES = (property, functools.cached_property)
+
+
+def _function_of(member: Any) -> Any:
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property) else getattr(member, "__func__", member)
 
 
 def _item(code: str, doc: str) -> str:
