@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -93,29 +95,29 @@ def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         if size and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             real = real.float() if real.element_size() == 1 else real  # nothing is defined for float8
-            is_small = size <= FEW and len(tensors) >= MANY and real.is_cpu and real.layout is torch.strided
+            is_small = size <= FEW and real.is_cpu and real.layout is torch.strided
             kinds.setdefault((real.device, real.dtype, is_small), {})[name] = real
     peaks: dict[str, tuple[float, float]] = {}
     for (_, _, are_small), named in kinds.items():
-        ends = _ends_of_small(list(named.values())) if are_small else _ends(named.values())
-        rows = ends.cpu().double().numpy().tolist()  # one transfer for each kind of tensor
-        peaks.update((name, (low, high)) for name, (low, high) in zip(named, rows, strict=True))
+        peaks.update(zip(named, (_ends_of_small if are_small else _ends)(list(named.values())), strict=True))
     return peaks
 
 
-MANY = 64
-"""Tensors from which on it pays to copy the small ones into one."""
+@torch.no_grad()
+def _ends_of_small(tensors: list[Tensor]) -> Iterable[tuple[float, float]]:
+    """As copies in one, which takes half of the time."""
+    joint = joined(tensors)
+    values = (joint if joint.element_size() >= 4 else joint.float()).numpy()  # which knows no bfloat16
+    starts = [0, *itertools.accumulate(tensor.numel() for tensor in tensors[:-1])]
+    lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    return zip(lows.tolist(), highs.tolist(), strict=True)
 
 
 @torch.no_grad()
-def _ends_of_small(tensors: list[Tensor]) -> Tensor:
-    sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
-    values = joined(tensors)
-    return torch.stack([torch.segment_reduce(values, end, lengths=sizes) for end in ("min", "max")], dim=1)
-
-
-def _ends(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)]).view(-1, 2)
+def _ends(tensors: list[Tensor]) -> Iterable[tuple[float, float]]:
+    ends = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)])
+    numbers = iter(ends.cpu().double().numpy().tolist())  # one transfer for each kind of tensor
+    return zip(numbers, numbers, strict=True)
 
 
 def problems_in(peaks: Mapping[str, tuple[float, float]], ignored: Sequence[str]) -> dict[str, str]:

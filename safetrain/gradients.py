@@ -40,8 +40,8 @@ FOREACH = ("cpu", "cuda")
 """Devices on which `clip_grad_norm_` takes the norms of many tensors at once."""
 
 
-FEW_EACH, FEW_IN_ALL = 4096, 2**18
-"""Values of each gradient, on average, and of all of them, up to which joining takes less time than the norm of each."""
+FEW, FEW_IN_ALL = 4096, 2**18
+"""Values of a tensor on a CPU, and of all of them, up to which many are looked at faster as copies in one."""
 
 
 def are_better_joined(parameters: Sequence[Tensor]) -> bool:
@@ -50,7 +50,7 @@ def are_better_joined(parameters: Sequence[Tensor]) -> bool:
     return (
         parameters[0].device.type == "cpu"
         and parameters[0].dtype in (torch.float32, torch.float64)
-        and size <= min(FEW_EACH * len(parameters), FEW_IN_ALL)
+        and size <= min(FEW * len(parameters), FEW_IN_ALL)
     )
 
 
@@ -77,10 +77,6 @@ def peak(tensors: Sequence[Tensor]) -> Tensor | None:
     if not filled:
         return None
     return _peak_on_cpu(filled) if all(t.is_cpu for t in filled) else get_total_norm(filled, math.inf)
-
-
-FEW = 1024
-"""Values of a tensor on a CPU up to which many are looked at faster as copies in one."""
 
 
 @torch.no_grad()

@@ -34,7 +34,11 @@ class Panel:
             guard.begin(step, num_refused)
 
     def measure(self, step: DeviceStep) -> dict[str, Tensor]:
-        return {f"{guard.name}.{name}": value for guard in self._measure for name, value in guard.measure(step).items()}
+        signals: dict[str, Tensor] = {}
+        for guard in self._measure:
+            if measured := guard.measure(step):
+                signals |= {f"{guard.name}.{name}": value for name, value in measured.items()}
+        return signals
 
     def limits(self) -> Limits:
         if len(self._limits) == 1:

@@ -167,8 +167,10 @@ class SafeTrainer(TrainerSession):
         grads = gradients.collect(self._parameters)
         # Without a read the norm itself is what the gradients are scaled by, so it must be torch's to the last bit.
         joint = Joined(grads) if self._joins_gradients and grads and self._deferred is None else None
-        norm = gradients.global_norm(grads, self._is_uniform) if joint is None else gradients.norm_of(joint)
-        norm = norm.to(self.engine.device)
+        if joint is None:
+            norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
+        else:
+            norm = gradients.norm_of(joint)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         step = {
             "step": self.step,
