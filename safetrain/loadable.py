@@ -41,7 +41,12 @@ def to_loadable(value: Any, where: str) -> Any:
         items = [to_loadable(item, where) for item in value]
         return {_TAG: "deque", "maxlen": value.maxlen, "items": items}
     if isinstance(value, Mapping):
-        return {to_loadable(key, where): to_loadable(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            key if type(key) in _PLAIN else to_loadable(key, where): item
+            if type(item) in _PLAIN
+            else to_loadable(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple, set):
         return type(value)(to_loadable(item, where) for item in value)
     if isinstance(value, tuple):  # named ones

@@ -96,8 +96,9 @@ class SnapshotRing:
             before = self._ring[-1] if self._ring else self.first
             peaks_before = None if before is None else before.peaks
             broken = problems_in(peaks, state.rest["born_bad"])
-            broken |= jumps(peaks, peaks_before, state.rest["buffers"], FATAL_JUMP)
-            grown = {} if allow_growth else jumps(peaks, peaks_before, state.rest["buffers"])
+            if grown := jumps(peaks, peaks_before, state.rest["buffers"]):
+                broken |= jumps(peaks, peaks_before, state.rest["buffers"], FATAL_JUMP)
+                grown = {} if allow_growth else grown
             audit = agree(SnapshotAudit(broken or grown, is_fatal=bool(broken)))
             if audit.problems:
                 return audit

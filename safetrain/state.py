@@ -292,11 +292,15 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
 def _born_bad(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
     """Buffers that hold NaN or Inf on purpose: no audit complains of them."""
     marked = trainer.transaction.born_bad
+    if not marked:
+        return []
     return [name for name in tensors if name.partition("/")[2] in marked and not name.startswith("optimizer/")]
 
 
 def _buffer_names(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
     names = {name for name, _, _ in _buffers(trainer.model)}
+    if not names:
+        return []
     return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]
 
 
