@@ -87,15 +87,15 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Joined:
-    """The values of tensors, joined, and whether they still are."""
+    """The values of tensors in one, and whether they are still theirs."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.values = joined(tensors)
         self._tensors = tensors
         self._versions = list(map(_VERSION, tensors))
 
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, in this order, and nobody has written to them since."""
+    def still_hold(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, in this order, and torch knows of no write to them since (`.data` hides one)."""
         return (
             len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))

@@ -15,8 +15,8 @@ from .copies import Joined
 class Measurement:
     """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
 
-    joint: Joined | None = None
-    """The gradients, if their norm is that of what they were joined to."""
+    joined_gradients: Joined | None = None
+    """What the norm was computed of, if that are the gradients in one; the norm is then not torch's to the last bit."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class Measurement:
         signals: Mapping[str, Tensor],
         metrics: Sequence[Mapping[str, Any]],
         window: Sequence[Any] = (),
-        joint: Joined | None = None,
+        joined_gradients: Joined | None = None,
     ) -> None:
-        self.grad_norm, self.joint = grad_norm, joint
+        self.grad_norm, self.joined_gradients = grad_norm, joined_gradients
         self.window = window
         self.num_losses = len(losses)
         self._signal_names = list(signals)

@@ -57,16 +57,16 @@ class PackedAdam:
         self._packs: list[list[_Pack]] | None = None
         self._num_tries, self._num_steps = TRIES, 0
 
-    def step(self, joint: Joined | None = None) -> bool:
-        """What `optimizer.step()` does. False: nothing was done, and that is to be called. `joint`: gradients that were joined
-        before, which need not be joined again."""
+    def step(self, joined_before: Joined | None = None) -> bool:
+        """What `optimizer.step()` does. False: nothing was done, and that is to be called. `joined_before`: gradients
+        that need not be joined again."""
         groups = self._optimizer.param_groups
         if not (_is_unchanged(self._optimizer) and all(map(_is_ordinary, groups))):
             return False
         was_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # a third of the time of a context
         try:
-            if not (self._is_current(joint) or self._pack()):
+            if not (self._is_current(joined_before) or self._pack()):
                 return False
             assert self._packs is not None
             for group, packs in zip(groups, self._packs, strict=True):
@@ -79,7 +79,7 @@ class PackedAdam:
             self._num_tries = TRIES
         return True
 
-    def _is_current(self, joint: Joined | None = None) -> bool:
+    def _is_current(self, joined_before: Joined | None = None) -> bool:
         """Whether all is as it was packed; the gradients of this step are then known to the packs."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if self._packs is None or [bool(group["fused"]) for group in groups] != self._are_fused:
@@ -93,7 +93,7 @@ class PackedAdam:
             return False
         for packs in self._packs:
             for pack in packs:
-                if not pack.find_gradients(joint):
+                if not pack.find_gradients(joined_before):
                     return False
         return True
 
@@ -183,17 +183,22 @@ class _Pack:
     def _remember_addresses(self) -> None:
         self._addresses = list(map(_address, self._state))
 
-    def find_gradients(self, joint: Joined | None) -> bool:
+    def find_gradients(self, joined_before: Joined | None) -> bool:
         """False if one has none that is dense, or another state than it was packed with, or made more steps than another."""
         try:
-            addresses = list(map(_address, chain.from_iterable(map(_state_of, self._entries))))
-        except (KeyError, TypeError):  # of what is gone, or no tensor
+            if not all(map(operator.is_, chain.from_iterable(map(_state_of, self._entries)), self._state)):
+                return False
+        except KeyError:
             return False
-        if addresses != self._addresses or not self._knows_steps():
+        if list(map(_address, self._state)) != self._addresses or not self._knows_steps():
             return False
         self._gradients = gradients = list(map(_gradient, self.parameters))
-        if joint is not None and joint.values.dtype is self._dtype and joint.are(gradients):
-            self._joined = joint.values
+        if (
+            joined_before is not None
+            and joined_before.values.dtype is self._dtype
+            and joined_before.still_hold(gradients)
+        ):
+            self._joined = joined_before.values
             return True
         self._joined = None
         if not all(map(operator.is_not, gradients, repeat(None))):
@@ -270,13 +275,16 @@ class _Unfused(_Pack):
 class _Small(_Unfused):
     """Several tensors: their moments lie end to end."""
 
+    _kept: Tensor
+    _old_square: Tensor
+    _eps: Tensor
+
     def __init__(self, parameters: list[Tensor], state: Any, scratch: dict[torch.dtype, Tensor]) -> None:
         super().__init__(parameters, entries := [state[parameter] for parameter in parameters])
         self._mean, self._square = (joined([entry[key] for entry in entries]) for key in _KEYS[:2])
         self._steps = torch.stack([entry["step"] for entry in entries])
         self._scratch = scratch[self._dtype][: len(self._mean)]
         self._constants: tuple[float, ...] = ()
-        self._kept = self._old_square = self._eps = self._mean
         self._correction = self._mean.new_ones(())
         self._means, self._denominators = self._shaped(self._mean), self._shaped(self._scratch)
         self._give("exp_avg", self._means)
@@ -312,9 +320,9 @@ class _Large(_Unfused):
         self._scratch = scratch[self._dtype]
         self._remember_addresses()
 
-    def find_gradients(self, joint: Joined | None) -> bool:
+    def find_gradients(self, joined_before: Joined | None) -> bool:
         parameter, mean, *_ = (*self.parameters, *self._state)
-        return parameter.is_contiguous() and parameter.shape == mean.shape and super().find_gradients(joint)
+        return parameter.is_contiguous() and parameter.shape == mean.shape and super().find_gradients(joined_before)
 
     def _move(self, gradients: list[Tensor], all_in_one: Tensor | None, numbers: _Numbers) -> None:
         whole = (self.parameters[0].view(-1), gradients[0].reshape(-1), self._mean, self._square)
@@ -369,8 +377,7 @@ def _is_ordinary(group: dict[str, Any]) -> bool:
         return False
     if group["amsgrad"] or group["maximize"]:
         return False
-    numbers = (group["lr"], *group["betas"], group["weight_decay"])
-    return all(type(number) is float for number in numbers) or not any(isinstance(n, Tensor) for n in numbers)
+    return not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"], group["weight_decay"]))
 
 
 def _fits(parameter: Tensor, state: Any) -> bool:

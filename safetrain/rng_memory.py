@@ -2,8 +2,9 @@
 
 Most training steps draw from torch alone, and building these two states costs 60 µs: as much as a small step. Whether they
 have changed is seen in a microsecond, by comparing the memory of the generators: the position in the table of the Mersenne
-twister, which moves with every draw, and the words beside it, all of which are others when the table was filled anew. Where that memory cannot be looked at
-(another Python, another generator), the state is taken every time.
+twister, which moves with every draw, and sixteen words of the table, which are others after a seed or when it was filled anew.
+(A table that somebody has made up out of another one could share them.) Where that memory cannot be looked at (another Python,
+another generator), the state is taken every time.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class NumpySource:
         if generator is not self._generator:
             self._generator, self._memory = generator, None
             is_known = type(generator) is np.random.MT19937
-            end_of_table = generator.ctypes.state_address + _TABLE  # where the position is
-            self._look = _bytes_at(end_of_table - _BESIDE, _BESIDE + _POSITION) if is_known else None
+            self._look = None
+            if is_known:
+                end_of_table = generator.ctypes.state_address + _TABLE  # where the position is
+                self._look = _bytes_at(end_of_table - _BESIDE, _BESIDE + _POSITION)
         if self._look is None:
             return np.random.get_state(legacy=False)
         memory = self._look.raw

@@ -42,22 +42,22 @@ class Stepper:
         self._listeners.append(listener := (before, after))
         return lambda: self._listeners.remove(listener)
 
-    def step(self, joint: Joined | None = None) -> None:
-        """What `optimizer.step()` does; by that very call if anything listens to it, or has taken its place. `joint`: the
-        gradients, if they were joined before."""
+    def step(self, joined_before: Joined | None = None) -> None:
+        """What `optimizer.step()` does; by that very call if anything listens to it, or has taken its place. `joined_before`: the
+        gradients, if somebody has joined them already."""
         if not self._listeners:
-            self._step(joint)
+            self._step(joined_before)
             return
         listeners = list(self._listeners)
         for before, _ in listeners:
             before()
-        self._step(joint)
+        self._step(joined_before)
         for _, after in listeners:
             after()
 
-    def _step(self, joint: Joined | None) -> None:
+    def _step(self, joined_before: Joined | None) -> None:
         alone = quiet_step(self.optimizer)
-        if alone is not None and self._packed is not None and self._packed.step(joint):
+        if alone is not None and self._packed is not None and self._packed.step(joined_before):
             return
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._sizes:

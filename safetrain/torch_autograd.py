@@ -15,13 +15,13 @@ from torch.overrides import has_torch_function_unary
 
 from .torch_optim import is_only_torchs
 
-_run: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-
 
 def backward(loss: Tensor) -> None:
     """What `loss.backward()` does; by that very call if somebody has put something in its place, or the loss is unusual."""
     if (
-        has_torch_function_unary(loss)
+        type(loss) is not Tensor
+        or has_torch_function_unary(loss)  # of a mode
+        or "backward" in loss.__dict__
         or loss.dim()
         or not loss.requires_grad
         or not is_only_torchs(Tensor.backward)
@@ -34,7 +34,8 @@ def backward(loss: Tensor) -> None:
 
 
 def _run_alone(loss: Tensor) -> None:
-    _run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # by the name that torch calls it by
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def _is_the_same() -> bool:
             loss = (leaf * leaf).sum()
         try:
             run(loss)
-        except (TypeError, RuntimeError):
+        except (AttributeError, TypeError, RuntimeError):
             return False
         found.append(leaf.grad)
     return found[1] is not None and torch.equal(*found)  # type: ignore[arg-type]

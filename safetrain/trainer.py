@@ -166,11 +166,11 @@ class SafeTrainer(TrainerSession):
         self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
         # Without a read the norm itself is what the gradients are scaled by, so it must be torch's to the last bit.
-        joint = Joined(grads) if self._joins_gradients and grads and self._deferred is None else None
-        if joint is None:
+        joined = Joined(grads) if self._joins_gradients and grads and self._deferred is None else None
+        if joined is None:
             norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
         else:
-            norm = gradients.norm_of(joint)
+            norm = gradients.norm_of(joined)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         step = {
             "step": self.step,
@@ -184,7 +184,7 @@ class SafeTrainer(TrainerSession):
         begin = perf_counter()
         signals = self.panel.measure(DeviceStep.of(step))
         self.run.guard_seconds += perf_counter() - begin
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window, joint)
+        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window, joined)
         measurement.vector = self.engine.share(measurement.vector)
         return measurement, self.panel.limits()
 
@@ -233,11 +233,12 @@ class SafeTrainer(TrainerSession):
             self.run.stepped(view, decision, "overflow")
             return True
         if view.limits.bounded:
-            norm = measurement.grad_norm if measurement.joint is None else None
+            norm = measurement.grad_norm if measurement.joined_gradients is None else None
             gradients.clip(self._groups, self._parameters, view.limits, norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            self.stepper.step(measurement.joint)
+            # A guard of the user's may have written to the gradients since, in ways that torch does not know of.
+            self.stepper.step(measurement.joined_gradients if self.panel.is_all_ours else None)
         if before is not None:
             if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)

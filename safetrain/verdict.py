@@ -68,6 +68,11 @@ class Decision:
     verdicts: Mapping[str, Verdict]
 
     @functools.cached_property
+    def is_silent(self) -> bool:
+        """No guard has given a reason."""
+        return not any(verdict.reason for verdict in self.verdicts.values())
+
+    @property
     def reasons(self) -> list[str]:
         """Every reason given, the most severe first, ties by guard name."""
         return [f"{guard}: {v.reason}" for guard, v in self.by_severity() if v.reason]

@@ -130,6 +130,17 @@ def test_a_moment_that_is_replaced_is_gone_on_with(key):
     assert twins.step()
 
 
+def test_a_moment_that_is_another_view_of_the_same_memory():
+    twins = Twins(make(torch.optim.AdamW, shapes=[(4, 4), (3,), (5, 5), (2,)]))
+    twins.step()
+    twins.step()
+    for optimizer in (twins.plain, twins.ours):
+        state = optimizer.state[parameters_of(optimizer)[0]]
+        state["exp_avg"] = state["exp_avg"].t()
+    twins.step()
+    twins.step()
+
+
 def test_a_moment_that_is_written_to_is_gone_on_with():
     twins = Twins(make(torch.optim.AdamW))
     twins.step()

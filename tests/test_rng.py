@@ -70,6 +70,17 @@ def test_the_tables_are_copied_only_after_a_draw():
     assert numpy.state() is not before[1]
 
 
+def test_a_generator_whose_memory_is_unknown_is_asked_each_time(monkeypatch):
+    class Unknown:
+        state: object = None
+
+    monkeypatch.setattr("safetrain.rng_memory._GENERATOR", Unknown)
+    numpy = NumpySource()
+    for _ in range(3):
+        assert repr(numpy.state()) == repr(np.random.get_state(legacy=False))
+        np.random.rand()
+
+
 def test_another_generator_of_numpy_is_followed():
     numpy, known = NumpySource(), np.random.get_bit_generator()
     try:

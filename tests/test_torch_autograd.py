@@ -53,7 +53,10 @@ def test_anomaly_mode_names_the_operation():
             backward((leaf.sqrt() * 0.0).sum())
 
 
-@pytest.mark.parametrize(("owner", "name"), [(torch.Tensor, "backward"), (torch.autograd, "backward")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "_engine_run_backward")],
+)
 def test_what_somebody_has_put_there_is_called(monkeypatch, owner, name):
     calls = []
     plain = getattr(owner, name)
@@ -84,6 +87,22 @@ def test_a_mode_that_watches_functions_sees_it():
     assert torch.Tensor.backward in seen
 
 
+def test_a_loss_with_a_backward_of_its_own():
+    class Doubling(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        def backward(self, *args, **kwargs):
+            return super().backward(torch.tensor(2.0), *args, **kwargs)
+
+    leaf = torch.ones(3, requires_grad=True)
+    backward(leaf.sum().as_subclass(Doubling))
+    assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
+    loss = leaf.sum()
+    loss.backward = lambda: torch.Tensor.backward(loss, torch.tensor(3.0))
+    backward(loss)
+    assert leaf.grad.tolist() == [5.0, 5.0, 5.0]
+
+
 def test_a_loss_that_is_unusual_goes_the_usual_way():
     leaf = torch.ones(3, requires_grad=True)
     backward(leaf.sum().reshape(1))
@@ -94,12 +113,16 @@ def test_a_loss_that_is_unusual_goes_the_usual_way():
         backward(leaf * 2)
 
 
-@pytest.mark.parametrize("engine", [None, lambda *args: None, lambda *args, **kwargs: None])
+@pytest.mark.parametrize("engine", [lambda *args: None, lambda *args, **kwargs: None])
 def test_a_torch_with_another_engine_is_asked_in_the_usual_way(monkeypatch, engine):
     torch_autograd._is_the_same.cache_clear()
-    monkeypatch.setattr(torch_autograd, "_run", engine)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine)
     try:
         assert not torch_autograd._is_the_same()
+        monkeypatch.undo()
+        calls = []
+        monkeypatch.setattr(torch_autograd, "_run_alone", calls.append)
         assert_same(gradients_by(torch.Tensor.backward), gradients_by(backward))
+        assert calls == []
     finally:
         torch_autograd._is_the_same.cache_clear()

@@ -138,7 +138,10 @@ def _line(record: StepRecord) -> str:
     fields = _fields(record)
     try:
         return _encode(fields) + "\n"
-    except ValueError:  # a number that is not finite; looking for one beforehand would triple the cost of a line
+    except (
+        TypeError,
+        ValueError,
+    ):  # of NumPy, or not finite; looking for one beforehand would triple the cost of a line
         return to_json(fields) + "\n"
 
 
@@ -149,7 +152,8 @@ def _is_plain(record: StepRecord) -> bool:
         record.is_ordinary
         and type(view.loss) is type(view.grad_norm) is type(view.lr) is type(record.decision.lr_scale) is float
         and math.isfinite(view.loss + view.grad_norm + view.lr)
-        and not (view.metrics or view.norm_overflow or record.decision.reasons)
+        and record.decision.is_silent
+        and not (view.metrics or view.norm_overflow)
         and len(view.micro_losses) <= 1
         and view.loss_scale == 1.0
     )

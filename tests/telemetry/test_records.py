@@ -66,7 +66,14 @@ LINES = {
 
 
 @pytest.mark.parametrize(
-    "verdict", [Verdict(), Verdict(lr_scale=0.25), Verdict(lr_scale=np.float64(0.1)), Verdict(reason="odd")]
+    "verdict",
+    [
+        Verdict(),
+        Verdict(lr_scale=0.25),
+        Verdict(lr_scale=np.float64(0.1)),
+        Verdict(lr_scale=np.float32(0.1)),
+        Verdict(reason="odd"),
+    ],
 )
 @pytest.mark.parametrize("outcome", ["commit", "skip"])
 @pytest.mark.parametrize("fields", LINES.values(), ids=LINES)

@@ -80,3 +80,23 @@ def test_data_sets_are_visited_as_a_function_of_seed_and_epoch(make_trainer):
         weights.append(model.state_dict())
     assert_same(weights[0], weights[1])
     assert_same(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam"])
+def test_sparse_gradients_with_rows_that_come_twice(make_trainer, optimizer):
+    batches = [(torch.randint(10, (64,)), torch.randn(64, 3)) for _ in range(20)]
+    weights = []
+    for by_hand in (True, False):
+        torch.manual_seed(1)
+        model = torch.nn.Embedding(10, 3, sparse=True)
+        opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+        if by_hand:
+            for batch in batches:
+                opt.zero_grad()
+                mse(model, batch).backward()
+                opt.step()
+        else:
+            config = {"guards": {"clip": {"mode": "norm", "max_norm": 1e9}}}
+            assert make_trainer(model, optimizer=opt, train_data=batches, config=config).fit().steps == 20
+        weights.append(model.state_dict())
+    assert_same(*weights)
