@@ -134,7 +134,8 @@ def clip(
         overflowed = view is not None and view.norm_overflow
         if norm is None:
             norm = global_norm(collect(parameters))
-            overflowed = overflowed or math.isinf(float(norm))
+            if view is None or view.grad_norm > 1e18:  # float32 ends at 1.8e19: one of the two norms may be beyond
+                overflowed = overflowed or math.isinf(float(norm))
         _scale(parameters, limits.norm, norm, overflowed)
     if limits.group_norm < math.inf:
         for group in groups:
