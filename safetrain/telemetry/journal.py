@@ -141,7 +141,7 @@ def _line(record: StepRecord) -> str:
     except (
         TypeError,
         ValueError,
-    ):  # of NumPy, or not finite; looking for one beforehand would triple the cost of a line
+    ):  # NumPy's numbers, or not finite ones; a look beforehand would triple the cost of a line
         return to_json(fields) + "\n"
 
 
