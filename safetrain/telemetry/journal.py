@@ -138,10 +138,8 @@ def _line(record: StepRecord) -> str:
     fields = _fields(record)
     try:
         return _encode(fields) + "\n"
-    except (
-        TypeError,
-        ValueError,
-    ):  # NumPy's numbers, or not finite ones; a look beforehand would triple the cost of a line
+    except (TypeError, ValueError):
+        # A number of NumPy's, or one that is not finite; looking for them beforehand would triple the cost of a line.
         return to_json(fields) + "\n"
 
 
