@@ -8,9 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._private import aliases
+
 if TYPE_CHECKING:
     from . import safe
     from .config import load_config
+    from .core.incident import Incident
+    from .core.options import option
+    from .core.result import FitResult
+    from .core.verdict import Action, Verdict
+    from .core.view import DeviceStep, Limits, StepView
     from .errors import (
         CheckpointError,
         ConfigError,
@@ -24,13 +31,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .guards import Guard
-    from .incident import Incident
-    from .options import option
     from .preflight import CheckReport, check
-    from .result import FitResult
-    from .trainer import SafeTrainer
-    from .verdict import Action, Verdict
-    from .view import DeviceStep, Limits, StepView
+    from .trainer.trainer import SafeTrainer
 
 __version__ = "0.1.0"
 
@@ -49,14 +51,15 @@ _HOMES = {
         "UsageError",
     ),
     "guards": ("Guard",),
-    "incident": ("Incident",),
-    "options": ("option",),
+    "core.incident": ("Incident",),
+    "core.options": ("option",),
     "preflight": ("CheckReport", "check"),
-    "result": ("FitResult",),
-    "trainer": ("SafeTrainer",),
-    "verdict": ("Action", "Verdict"),
-    "view": ("DeviceStep", "Limits", "StepView"),
+    "core.result": ("FitResult",),
+    "trainer.trainer": ("SafeTrainer",),
+    "core.verdict": ("Action", "Verdict"),
+    "core.view": ("DeviceStep", "Limits", "StepView"),
 }
+aliases.install()
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [

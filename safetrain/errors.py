@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .incident import Incident
-    from .result import FitResult
+    from .core.incident import Incident
+    from .core.result import FitResult
 
 
 class SafetrainError(Exception):

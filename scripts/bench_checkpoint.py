@@ -17,7 +17,7 @@ from torch import nn
 
 from safetrain import SafeTrainer
 from safetrain.checkpoint import CheckpointStore, Saver
-from safetrain.state import TrainState
+from safetrain.checkpoint.state import TrainState
 
 LIMITS = {"sync": 1.3, "async": 0.35}
 

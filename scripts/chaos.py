@@ -25,7 +25,7 @@ from torch import nn
 
 from safetrain import CheckpointError, SafeTrainer
 from safetrain.checkpoint import CheckpointStore
-from safetrain.state import TrainState
+from safetrain.checkpoint.state import TrainState
 
 ACKNOWLEDGED = "acknowledged.txt"
 

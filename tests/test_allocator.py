@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
-from safetrain import SafeTrainer, allocator, engine
+from safetrain import SafeTrainer
+from safetrain._private import allocator
+from safetrain.trainer import engine
 
 STEPS = """
 import resource, sys, torch

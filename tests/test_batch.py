@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from safetrain.batch import copied, leaves, map_tensors, same_nest
+from safetrain.tensors.nest import copied, leaves, map_tensors, same_nest
 
 
 @dataclass

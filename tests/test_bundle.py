@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from safetrain import SafeTrainer
-from safetrain.batch_file import decode, encode
-from safetrain.bundle import incident_from, read_bundle, read_incident
 from safetrain.config import import_target
+from safetrain.core.incident import Cause, Incident, Origin, Outcome, Remedy, Trigger
 from safetrain.errors import UsageError
 from safetrain.forensics.frames import Place
+from safetrain.forensics.patches import Patches
 from safetrain.forensics.substitutes import Patch
-from safetrain.incident import Cause, Incident, Origin, Outcome, Remedy, Trigger
-from safetrain.incident_report import answers, markdown, write_report
-from safetrain.patches import Patches
-from safetrain.replaying import replay
+from safetrain.incidents.batch_codec import decode, encode
+from safetrain.incidents.bundle import incident_from, read_bundle, read_incident
+from safetrain.incidents.render import answers, markdown, write_report
+from safetrain.incidents.replay import replay
 
 
 class Counting(nn.Module):

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetrain.history import Recent
+from safetrain.core.history import Recent
 
 NUMBERS = st.lists(st.floats(allow_nan=False) | st.integers(-3, 3).map(float), max_size=60)
 

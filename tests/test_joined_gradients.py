@@ -7,9 +7,10 @@ import torch
 from small import assert_same, make_batches, make_model, mse
 from torch import nn
 
-from safetrain import Guard, SafeTrainer, Verdict, gradients
-from safetrain.copies import Joined
-from safetrain.view import Limits, StepView
+from safetrain import Guard, SafeTrainer, Verdict
+from safetrain.core.view import Limits, StepView
+from safetrain.tensors import gradients
+from safetrain.tensors.copies import Joined
 
 SHAPES = [(5, 3), (1,), (64, 33), (7,), (2, 3, 4), (300,), ()]
 

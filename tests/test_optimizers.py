@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW
 
 from safetrain import SafeTrainer, UsageError
-from safetrain.optimizers import OptimizerGroup, adamw, sgd
+from safetrain.optim.optimizers import OptimizerGroup, adamw, sgd
 
 
 class Two(nn.Module):

@@ -10,8 +10,8 @@ import torch._dynamo
 from small import assert_same
 from torch import nn
 
-from safetrain import packed_adam
-from safetrain.packed_adam import PackedAdam
+from safetrain.optim import packed_adam
+from safetrain.optim.packed_adam import PackedAdam
 
 SHAPES = [(5, 3), (1,), (64, 33), (7,), (2, 3, 4), (300,), ()]
 KINDS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from safetrain.rng import RandomState
-from safetrain.rng_memory import NumpySource, PythonSource
+from safetrain._private.rng_memory import NumpySource, PythonSource
+from safetrain.tensors.rng import RandomState
 
 DRAWS = {
     "python random": random.random,
@@ -74,7 +74,7 @@ def test_a_generator_whose_memory_is_unknown_is_asked_each_time(monkeypatch):
     class Unknown:
         state: object = None
 
-    monkeypatch.setattr("safetrain.rng_memory._GENERATOR", Unknown)
+    monkeypatch.setattr("safetrain._private.rng_memory._GENERATOR", Unknown)
     numpy = NumpySource()
     for _ in range(3):
         assert repr(numpy.state()) == repr(np.random.get_state(legacy=False))

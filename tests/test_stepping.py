@@ -9,10 +9,10 @@ import torch
 from small import assert_same, make_batches, make_model, mse
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from safetrain import stepping
-from safetrain.optimizers import OptimizerGroup
-from safetrain.stepping import Stepper
-from safetrain.torch_optim import quiet_step
+from safetrain._private.torch_optim import quiet_step
+from safetrain.optim import stepping
+from safetrain.optim.optimizers import OptimizerGroup
+from safetrain.optim.stepping import Stepper
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

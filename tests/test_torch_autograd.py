@@ -7,8 +7,8 @@ import torch
 from small import assert_same, make_batches, make_model, mse
 from torch.overrides import TorchFunctionMode
 
-from safetrain import torch_autograd
-from safetrain.torch_autograd import backward
+from safetrain._private import torch_autograd
+from safetrain._private.torch_autograd import backward
 
 
 def gradients_by(run, times=1):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.config.sources import bundled_dir
-from safetrain.trust import Trust
+from safetrain.incidents.trust import Trust
 
 FILE = """
 import os
@@ -70,7 +70,7 @@ def test_of_the_project_of_torch_and_of_the_recipes(target: str) -> None:
         "torch.nn.modules.module.warnings.sys.exit",
         "safetrain.cli.main.run",
         "safetrain.config.load_config",
-        "safetrain.optimizers._fused",
+        "safetrain.optim.optimizers._fused",
         "safetrain.config.targets.instantiate",
         "pytest.main",
         "numpy.load",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetrain import Action, Verdict
-from safetrain.verdict import merge
+from safetrain.core.verdict import merge
 
 verdicts = st.builds(
     lambda action, lr_scale, reason: Verdict(

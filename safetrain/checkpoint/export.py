@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from ..core.files import replacing
+from ..core.rundir import CHECKPOINTS, existing_run_dir
 from ..errors import CheckpointError
-from ..files import replacing
-from ..rundir import CHECKPOINTS, existing_run_dir
 from .manifest import Damaged, checksum
 from .store import CheckpointStore, Loaded
 

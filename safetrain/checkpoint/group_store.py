@@ -18,23 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..audit import peaks_of, problems_in
-from ..collective import by_first, gather, num_processes, process_rank, together
+from ..distributed.collective import by_first, gather, num_processes, process_rank, together
 from ..errors import CheckpointError
-from ..sharding import is_spread
-from ..state import TrainState
+from ..step.audit import peaks_of, problems_in
+from ..tensors.sharded import is_spread
 from .manifest import NAME, Manifest, read_manifest
 from .shards import METADATA, write_part
-from .store import (
-    REST,
-    BadState,
-    CheckpointStore,
-    Loaded,
-    read_rest,
-    sync_directory,
-    write_bytes,
-    write_rest,
-)
+from .state import TrainState
+from .store import REST, BadState, CheckpointStore, Loaded, read_rest, sync_directory, write_bytes, write_rest
 from .tensorfile import is_storable
 
 

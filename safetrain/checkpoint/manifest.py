@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from ..files import to_json
+from ..core.files import to_json
 
 SCHEMA = 1
 NAME = "manifest.json"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..snapshots import Copy
-from ..state import TrainState
+from .snapshots import Copy
+from .state import TrainState
 from .store import CheckpointStore
 
 

@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..audit import is_second_moment, peaks_of, problems_in
 from ..errors import CheckpointError
-from ..state import TrainState
+from ..step.audit import is_second_moment, peaks_of, problems_in
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
 from .shards import METADATA, plain_memory, read_shards
+from .state import TrainState
 from .tensorfile import is_storable, write_tensors
 
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?$")

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .. import progress
+from ..core import progress
 
 TYPES = {
     torch.float64: "F64",

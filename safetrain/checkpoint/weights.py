@@ -8,10 +8,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from ..collective import by_first, process_rank
-from ..ema import Ema
-from ..files import replacing
-from ..sharding import is_sharded, whole
+from ..core.files import replacing
+from ..distributed.collective import by_first, process_rank
+from ..optim.ema import Ema
+from ..tensors.sharded import is_sharded, whole
 
 
 def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:

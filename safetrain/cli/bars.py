@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..progress import shown_by
+from ..core.progress import shown_by
 
 
 @contextmanager

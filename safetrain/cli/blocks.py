@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from ..incident import Incident
+    from ..core.incident import Incident
 
 _LABEL = re.compile(r"^(  )([A-Z][A-Z ]+?)(?=  |$)")
 
 
 def show(incident: Incident, title: str, style: str = "red", before: Iterable[str] = ()) -> None:
     """A title, further paragraphs, and the answers to the five questions."""
-    from ..incident_report import answers
+    from ..incidents.render import answers
 
     say(title, style)
     for line in (*before, *answers(incident)):
@@ -28,7 +28,7 @@ def show(incident: Incident, title: str, style: str = "red", before: Iterable[st
 
 
 def say(text: str, style: str | None = None) -> None:
-    from ..incident_report import printable
+    from ..incidents.render import printable
 
     echo(click.style(printable(text), fg=style, bold=style is not None))
 

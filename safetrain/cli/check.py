@@ -88,7 +88,7 @@ def command(
 def _checked(config: Config, only: str | None, budget: float, as_json: bool, quiet: bool) -> CheckReport:
     from ..preflight import CHECKS, FAIL, WARN, check
     from ..preflight.report import render_one
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
     from .fit import _trainer_class
 
     name_width = max(len(each.name) for each in CHECKS)
@@ -119,7 +119,7 @@ def _coloured(line: str, checked: Checked) -> str:
 
 
 def _report(report: CheckReport, as_json: bool) -> None:
-    from ..files import to_json
+    from ..core.files import to_json
 
     if as_json:
         click.echo(to_json(report.to_dict(), indent=2))

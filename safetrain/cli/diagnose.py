@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.progress import note
 from ..errors import NonFiniteError, SafetrainError, UsageError
-from ..incident_report import listed
-from ..progress import note
+from ..incidents.render import listed
 from .bars import progress_bar
 from .blocks import say, show
 from .flags import load
@@ -21,8 +21,8 @@ from .user_errors import show_user_error
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..incident import Incident, Origin
-    from ..trainer import SafeTrainer
+    from ..core.incident import Incident, Origin
+    from ..trainer.trainer import SafeTrainer
 
 
 @click.command()
@@ -95,7 +95,7 @@ def command(
 
 def _is_run(subject: str) -> bool:
     from ..config.sources import recipe_names
-    from ..rundir import holds_run
+    from ..core.rundir import holds_run
 
     path = Path(subject)
     if not path.is_dir():
@@ -172,7 +172,7 @@ class Examination:
             yield batch
 
     def _build(self, config: Config) -> SafeTrainer:
-        from ..trainer import SafeTrainer
+        from ..trainer.trainer import SafeTrainer
         from .fit import _trainer_class
 
         self._trainer = _trainer_class(config, SafeTrainer)(config=config)
@@ -180,7 +180,7 @@ class Examination:
 
     def _prepared(self, trainer: SafeTrainer) -> ExitStack:
         """The numbers come out as they do in a run."""
-        from ..engine import deterministic_algorithms
+        from ..trainer.engine import deterministic_algorithms
 
         with ExitStack() as stack:
             stack.callback(trainer.stream.close)
@@ -229,7 +229,7 @@ class Examination:
 
     def _indices(self, position: int, incident: Incident) -> list[int]:
         """Of the guilty samples in the data set, where a batch is so many samples in a row."""
-        from ..sources import MapData
+        from ..data.sources import MapData
 
         if self._unit != "batch" or not isinstance(self._trainer.stream._source, MapData):
             return []
@@ -246,7 +246,7 @@ def _windows(trainer: SafeTrainer, size: int, count: int | None) -> Iterator[lis
 def _incident(position: int, diagnosis: Any) -> Incident:
     from datetime import datetime, timezone
 
-    from ..incident import Incident, Outcome, Trigger
+    from ..core.incident import Incident, Outcome, Trigger
 
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     trigger = Trigger("diagnose", diagnosis.signal, diagnosis.value)
@@ -274,8 +274,8 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
         return 0
     if step is None:
         say(f"{run}: {len(incidents)} incident{'s' if len(incidents) > 1 else ''}, newest first")
-    from ..incident import CONSEQUENCE
-    from ..incident_report import paragraph, row
+    from ..core.incident import CONSEQUENCE
+    from ..incidents.render import paragraph, row
 
     shown: set[Any] = set()
     _share_remedies(every)
@@ -290,8 +290,8 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
 
 def _incidents_of(run: Path) -> list[Incident]:
     """Newest first: those kept whole, and those of which only the journal tells."""
-    from ..bundle import INCIDENTS, incident_from, read_incident
-    from ..rundir import JOURNAL
+    from ..core.rundir import JOURNAL
+    from ..incidents.bundle import INCIDENTS, incident_from, read_incident
 
     by_step: dict[int, Incident] = {}
     journal = run / JOURNAL
@@ -344,6 +344,6 @@ def _place(origin: Origin) -> tuple[Any, ...]:
 
 
 def _print_json(value: Any) -> None:
-    from ..files import to_json
+    from ..core.files import to_json
 
     click.echo(to_json(value, indent=2))

@@ -17,7 +17,7 @@ def command(as_json: bool) -> None:
       safetrain env
       safetrain env --json
     """
-    from ..environment import environment
+    from ..telemetry.environment import environment
 
     facts = environment()
     if as_json:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..distributed.launch import record_failure
 from ..errors import ConfigError, NonFiniteError, SafetrainError
-from ..launch import record_failure
 from .flags import config_arguments
 from .main import ARGUMENTS, EXIT_INCIDENTS, EXIT_USER_EXCEPTION
 from .user_errors import show_user_error
 
 if TYPE_CHECKING:
     from ..config import Config, LoadedConfig
-    from ..result import FitResult
-    from ..trainer import SafeTrainer
+    from ..core.result import FitResult
+    from ..trainer.trainer import SafeTrainer
 
 
 @click.command()
@@ -57,7 +57,7 @@ def command(
     if resume == "auto" and out is None:
         raise click.UsageError("--resume auto needs --out DIR: the run to go on with is looked for there")
     if nproc > 1:
-        from ..rundir import create_run_dir, holds_run
+        from ..core.rundir import create_run_dir, holds_run
 
         going_on = resume == "auto" and out is not None and holds_run(out)
         return in_processes(nproc, Path(out) if going_on and out else create_run_dir(out, loaded.config.name))
@@ -66,7 +66,7 @@ def command(
 
 def in_processes(num_processes: int, run_dir: Path) -> int:
     """This very command in several processes, which all know the run directory."""
-    from ..launch import launch, without_option
+    from ..distributed.launch import launch, without_option
 
     given: list[str] = click.get_current_context().meta[ARGUMENTS]
     arguments = without_option(given, "--nproc")
@@ -118,7 +118,7 @@ class Progress:
         return run.result.run_dir if run is not None and is_saved and run.result.steps > 0 else None
 
     def train(self, config: Config, out: str | None, resume: bool | str = False) -> FitResult:
-        from ..trainer import SafeTrainer
+        from ..trainer.trainer import SafeTrainer
 
         self._stage = "while the trainer's own module was imported"
         cls = _trainer_class(config, SafeTrainer)
@@ -129,7 +129,7 @@ class Progress:
     def leave_process_group(self) -> None:
         """What is left of it would complain, or hang, when the process ends."""
         if self.trainer is not None and self.trainer.engine.world_size > 1:
-            from ..engine import leave_process_group
+            from ..trainer.engine import leave_process_group
 
             leave_process_group()
 

@@ -114,7 +114,7 @@ def run(arguments: list[str], verbose: bool = False) -> int:
             traceback.print_exc()
         else:
             click.echo(str(error), err=True)
-        from ..launch import record_failure
+        from ..distributed.launch import record_failure
 
         record_failure(error, exit_code(error))
         return exit_code(error)

@@ -16,11 +16,11 @@ from .main import EXIT_CHECK_FAILED, EXIT_USER_EXCEPTION
 from .user_errors import show_user_error
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
     from ..config import Config
-    from ..replaying import Replayed
-    from ..trainer import SafeTrainer
-    from ..trust import Trust
+    from ..incidents.bundle import Bundle
+    from ..incidents.replay import Replayed
+    from ..incidents.trust import Trust
+    from ..trainer.trainer import SafeTrainer
 
 
 @click.command()
@@ -52,8 +52,8 @@ def command(
       0 reproduced as recorded          1 exception in your code   2 usage or config
       3 not reproduced, or different
     """
-    from ..bundle import read_bundle
-    from ..trust import Trust
+    from ..incidents.bundle import read_bundle
+    from ..incidents.trust import Trust
 
     kept = read_bundle(bundle)
     config = _config_of(kept, overrides, device)
@@ -70,7 +70,7 @@ def command(
 
 
 def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -> Config:
-    from ..rundir import CONFIG
+    from ..core.rundir import CONFIG
 
     path = bundle.run_dir / CONFIG
     if not path.is_file():
@@ -89,8 +89,8 @@ def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -
 def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Replayed:
     from ..config import import_target
     from ..forensics import Effort
-    from ..replaying import replay
-    from ..trainer import SafeTrainer
+    from ..incidents.replay import replay
+    from ..trainer.trainer import SafeTrainer
     from .fit import _trainer_class
 
     trust.check(dataclasses.asdict(config))
@@ -133,7 +133,7 @@ def _check_complete(cls: type[SafeTrainer], base: type[SafeTrainer], config: Con
 
 
 def _report(bundle: Bundle, replayed: Replayed, as_json: bool) -> None:
-    from ..files import to_json
+    from ..core.files import to_json
     from .blocks import say, show
 
     if as_json:

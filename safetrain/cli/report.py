@@ -39,7 +39,7 @@ def command(run: Path, compare: Path | None, out: Path | None, opened: bool, as_
 
     written = write_report(run, out, compare)
     if as_json:
-        from ..files import to_json
+        from ..core.files import to_json
 
         fields = {
             "report": str(written.path),
@@ -49,7 +49,7 @@ def command(run: Path, compare: Path | None, out: Path | None, opened: bool, as_
         }
         click.echo(to_json(fields))
     elif not quiet:
-        from ..incident_report import printable
+        from ..incidents.render import printable
 
         for verdict in written.verdicts:
             click.echo(printable(f"{verdict.word}: {verdict.sentence}"))

@@ -36,7 +36,7 @@ def command(
     \b
     Exit codes: those of safetrain fit.
     """
-    from ..rundir import CONFIG, existing_run_dir
+    from ..core.rundir import CONFIG, existing_run_dir
 
     if quiet and json_lines:
         raise click.UsageError("--quiet and --json exclude each other")

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.options import field_docs
 from ..guards import DEFAULT, REGISTRY
-from ..options import field_docs
 from .fields import Field, fields_of, members, show
 from .schema import Config
 from .targets import static_signature

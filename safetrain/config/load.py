@@ -12,9 +12,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..core.options import config_attribute, config_key
 from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
-from ..options import config_attribute, config_key
 from .fields import fields_of
 from .interpolate import interpolate
 from .merge import Override, apply_overrides, merge

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.spelling import suggest
 from ..guards import DEFAULT, REGISTRY
 from .schema import Config
-from .spelling import suggest
 from .tree import TARGET, KeyPath, Node, Place, Problems, YamlError, dotted, from_python, from_yaml
 
 SECTIONS = {(f.name,) for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)}

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from ..core.options import config_key, field_docs
 from ..guards import REGISTRY
-from ..options import config_key, field_docs
 from .fields import fields_of
 from .schema import Config
 from .tree import IMPLICIT_RESOLVERS, TARGET, KeyPath, dotted, escape

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .spelling import suggest
+from ..core.spelling import suggest
 
 MAX_HOPS = 20
 _DYNAMIC_CALLS = {"globals", "exec", "vars", "locals", "setattr"}

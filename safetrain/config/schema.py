@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..options import option
+from ..core.options import option
 from .fields import target
 
 Target = dict[str, Any]

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..core.spelling import suggest
 from ..errors import ConfigError
 from .fields import show
 from .resolve import NotDefined
 from .signatures import Definition, find_definition
-from .spelling import suggest
 from .tree import BROKEN, TARGET, KeyPath, Node, Problems, rewrite
 
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..options import config_key
+from ..core.options import config_key
 
 TARGET = "_target_"
 BROKEN = object()

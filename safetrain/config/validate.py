@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from ..core.spelling import suggest
 from ..guards import DEFAULT, REGISTRY
 from .fields import Field, Rejected, fields_of, show
 from .resolve import NotDefined
 from .schema import LADDER, Config
 from .signatures import find_definition
-from .spelling import suggest
 from .targets import check_target, split_target
 from .tree import BROKEN, TARGET, KeyPath, Node, Problems, plain
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch import map_tensors
-from .torch_private import autocast_disabled
+from .._private.autograd import autocast_disabled
+from ..tensors.nest import map_tensors
 
 
 def cast_floats(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..incident import Cause
-from ..incident_report import describe_operand
+from ..core.incident import Cause
+from ..incidents.render import describe_operand
 from .finding import Finding, has_masked_zeros
 from .frames import Frame, source_of, user_place
 from .raised import explain_error

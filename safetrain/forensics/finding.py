@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..incident import Origin
+from ..core.incident import Origin
 from .facts import Facts
 from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..incident import Cause, Remedy
+from ..core.incident import Cause, Remedy
 from .finding import Finding
 
 # By the name of the op at that line.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .torch_private import ENGINE_CALL, MODULE_CALL
+from .._private.autograd import ENGINE_CALL, MODULE_CALL
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from .._private.autograd import missing
+from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 from . import remedies as remedy_trials
 from . import samples as sample_search
 from .causes import judge
@@ -26,7 +27,6 @@ from .replay import Replayer, Result, Trace, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
 from .substitutes import Patch
-from .torch_private import missing
 from .update import locate_in_update, survives_bad_gradients
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..incident import Cause
+from ..core.incident import Cause
 
 # (label, pattern, what it means). The patterns are the messages of torch, and match none of Python's or NumPy's own.
 _MESSAGES = [

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import progress
-from ..gradients import collect, overflow_free_norm
-from ..incident import Remedy
+from ..core import progress
+from ..core.incident import Remedy
+from ..tensors.gradients import collect, overflow_free_norm
 from .backward_functions import SUFFIX, find_function
 from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
@@ -302,7 +302,7 @@ def in_fp32(replayer: Replayer) -> Result:
 
 
 def cast_bad_to_zero(batch: Any) -> Any:
-    from ..batch import map_tensors
+    from ..tensors.nest import map_tensors
 
     def cleaned(item: Any) -> Any:
         if isinstance(item, Tensor) and item.is_floating_point():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch import map_tensors
+from ..tensors.nest import map_tensors
 from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
@@ -140,7 +140,7 @@ class Replayer:
         return result
 
     def _forward(self, batch: Any, model: nn.Module) -> Tensor:
-        from ..assembly import split_loss
+        from ..trainer.build import split_loss
 
         with self.step.autocast(self.model):
             output = self.step.loss_fn(model, batch)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from .. import progress
+from ..core import progress
 from .finding import Finding
 from .replay import Replayer, Result, named_fields
 from .samples_of import batch_size, select

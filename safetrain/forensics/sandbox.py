@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..rng import RandomState
+from ..tensors.rng import RandomState
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..incident import Incident
-from ..progress import note
-from ..rng import undisturbed_rng
+from ..core.incident import Incident
+from ..core.progress import note
+from ..tensors.rng import undisturbed_rng
 from .investigation import investigate
 from .replay import Replayer
 from .step import Effort, Step

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import islands
+from ..core.incident import Origin
 from ..errors import UsageError
-from ..incident import Origin
-from ..rng import RandomState
+from ..precision import islands
+from ..tensors.rng import RandomState
 
 AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

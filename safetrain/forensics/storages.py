@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_private import unwrapped
+from .._private.autograd import unwrapped
 
 EVERYTHING = 1 << 60
 

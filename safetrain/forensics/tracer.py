@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .._private.autograd import PLAIN, current_node, modes_off, next_node_number, node_number
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
@@ -31,7 +32,6 @@ from .schemas import (
     tensors_in,
 )
 from .storages import EVERYTHING, Region, Storages
-from .torch_private import PLAIN, current_node, modes_off, next_node_number, node_number
 from .values import FINITE, INF, is_mask, kind_of, kind_of_number
 
 MAX_FACTS = 400

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_private import PLAIN, unwrapped
+from .._private.autograd import PLAIN, unwrapped
 
 FINITE, INF, NAN = 0, 1, 2
 """Kinds of tensors, in order of badness: a tensor with both Inf and NaN is NAN."""

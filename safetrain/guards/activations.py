@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..options import option
-from ..verdict import COMMIT, Action, Decision, Verdict
-from ..view import DeviceStep, StepView
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.view import DeviceStep, StepView
 from .base import Guard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..probes import Probe
+    from .probes import Probe
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Activations(Guard):
         self._records: deque[dict[str, Any]] = deque(maxlen=self.config.history)
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        from ..modules import matching
+        from ..tensors.module_globs import matching
 
         self._modules = matching(model, self.config.modules, "guards.activations.modules")
         return self._detach
@@ -55,7 +55,7 @@ class Activations(Guard):
     def begin(self, step: int, num_refused: int) -> None:
         self._take_off()  # a step that raised has left them on
         if self._modules and (step % self.config.every == 0 or (self.config.after_refusal and num_refused)):
-            from ..probes import Probe
+            from .probes import Probe
 
             self._probe = Probe(self._modules).__enter__()
 
@@ -84,7 +84,7 @@ class Activations(Guard):
         return list(self._records)
 
     def _watched(self, view: StepView) -> dict[str, dict[str, float]]:
-        from ..probes import by_module
+        from .probes import by_module
 
         return by_module(view.signals, self.name)
 

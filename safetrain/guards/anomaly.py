@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Verdict
+from ..core.view import StepView
 from ..errors import UsageError
-from ..options import option
-from ..verdict import COMMIT, Action, Verdict
-from ..view import StepView
 from .base import Guard
 
 if TYPE_CHECKING:

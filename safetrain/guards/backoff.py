@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..options import option
-from ..verdict import COMMIT, Decision, Verdict
-from ..view import StepView
+from ..core.options import option
+from ..core.verdict import COMMIT, Decision, Verdict
+from ..core.view import StepView
 from .base import Guard
 
 

@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.options import config_attribute
+from ..core.protocols import check_protocol
+from ..core.verdict import Decision, Verdict
+from ..core.view import DeviceStep, Limits, StepView
 from ..errors import UsageError
-from ..hooks import check_protocol
-from ..options import config_attribute
-from ..verdict import Decision, Verdict
-from ..view import DeviceStep, Limits, StepView
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,7 +82,7 @@ class Guard:
         known = [field.name for field in dataclasses.fields(self.Config) if field.init]
         for name in options:
             if name not in known:
-                from ..config.spelling import suggest  # the config package imports the guards
+                from ..core.spelling import suggest  # the config package imports the guards
 
                 raise UsageError(
                     f"guard {self.name} has no option {name!r}{suggest(name, known)}\nTo fix: correct its name, or leave it out."

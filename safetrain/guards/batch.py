@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..options import option
-from ..verdict import COMMIT, Action, Decision, Verdict
-from ..view import DeviceStep, StepView
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.view import DeviceStep, StepView
 from .base import Guard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..batch_checks import Checks
+    from .batch_checks import Checks
 
 # What bad data makes torch raise: an index out of range, a distribution given NaN, an operation on the wrong type.
 RAISED = (IndexError, ValueError, RuntimeError, ArithmeticError, AssertionError)
@@ -52,7 +52,7 @@ class Batch(Guard):
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         if not self.config.labels:
             return None
-        from ..batch_checks import output_shapes
+        from .batch_checks import output_shapes
 
         return model.register_forward_hook(lambda _, args, output: self._shapes.update(output_shapes(output))).remove
 
@@ -66,7 +66,7 @@ class Batch(Guard):
         bad = view.signals.get(f"{self.name}.bad", 0.0) != 0.0
         if not (bad or view.error) or (self.config.only_if_bad and not view.in_trouble):
             return COMMIT
-        from ..batch_checks import evidence, sentence
+        from .batch_checks import evidence, sentence
 
         problems = self._checks().problems(window := view.window())
         if not (bad or problems):  # it raised for another reason
@@ -84,7 +84,7 @@ class Batch(Guard):
         if (verdict := decision.verdicts.get(self.name)) and verdict.reason:
             warnings.warn(f"step {view.step}: {verdict.reason}", RuntimeWarning, stacklevel=2)
         elif not self.dtypes and (window := view.window()):
-            from ..batch_checks import dtypes
+            from .batch_checks import dtypes
 
             self.dtypes = dtypes(window)
 
@@ -95,7 +95,7 @@ class Batch(Guard):
         self.dtypes = dict(state["dtypes"])
 
     def _checks(self) -> Checks:
-        from ..batch_checks import Checks
+        from .batch_checks import Checks
 
         config = self.config
         return Checks(config.ignore, config.labels, config.ignore_index, self.dtypes, self._shapes)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..options import option
-from ..verdict import COMMIT, Decision, Verdict
-from ..view import Limits, StepView
+from ..core.options import option
+from ..core.verdict import COMMIT, Decision, Verdict
+from ..core.view import Limits, StepView
 from .base import Guard
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..options import option
-from ..verdict import COMMIT, Action, Verdict
-from ..view import DeviceStep, StepView
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Verdict
+from ..core.view import DeviceStep, StepView
 from .base import Guard
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..verdict import COMMIT, Verdict
-from ..view import StepView
+from ..core.verdict import COMMIT, Verdict
+from ..core.view import StepView
 from .base import Guard
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Islands(Guard):
         self._remove_grown: dict[str, Callable[[], None]] = {}
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        from ..modules import matching
+        from ..tensors.module_globs import matching
 
         globs = [glob for glob in self.config.modules if glob != LOSS]
         names = list(matching(model, globs, "guards.islands.modules"))
@@ -93,8 +93,8 @@ class Islands(Guard):
         self.grown += missing
 
     def _install(self, model: nn.Module, names: Iterable[str]) -> None:
-        from .. import islands
-        from ..modules import named
+        from ..precision import islands
+        from ..tensors.module_globs import named
 
         for name in names:
             self._remove.append(islands.loss_island(model) if name == LOSS else islands.island(named(model, name)))

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..history import Smooth
-from ..options import option
-from ..verdict import COMMIT, Action, Decision, Verdict
-from ..view import StepView
+from ..core.history import Smooth
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.view import StepView
 from .base import Guard
 
 

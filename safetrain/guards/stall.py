@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..history import Recent
-from ..options import option
-from ..verdict import COMMIT, Action, Decision, Verdict
-from ..view import DeviceStep, StepView
+from ..core.history import Recent
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.view import DeviceStep, StepView
 from .base import Guard
-from .beginning import Beginning, raised
+from .statistics import Beginning, raised
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,14 +63,14 @@ class Stall(Guard):
         self._weights: list[Tensor] = []
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        from ..modules import called_for
+        from ..tensors.module_globs import called_for
 
         self._weights = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
         self._model = called_for(model)
         return self._detach
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        from ..batch import leaves
+        from ..tensors.nest import leaves
 
         self._output = next((leaf.detach() for leaf in leaves(output) if _has_samples(leaf)), None)
 
@@ -94,7 +94,7 @@ class Stall(Guard):
         self._unhook()
         signals = {} if output is None else {"output_spread": (output.amax(0) - output.amin(0)).amax().float()}
         if self._weights and self.beginning.num_seen in (0, self.config.early_steps):
-            from ..gradients import global_norm, numbers_of
+            from ..tensors.gradients import global_norm, numbers_of
 
             signals["weight_size"] = global_norm([numbers_of(weight) for weight in self._weights]).to(step.loss.device)
         return signals

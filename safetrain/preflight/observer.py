@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..batch_checks import named_leaves
-from ..forensics.torch_private import modes_off
+from .._private.autograd import modes_off
+from ..guards.batch_checks import named_leaves
 
 FP16_MAX = 65504.0
 FP16_MIN = 2.0**-24

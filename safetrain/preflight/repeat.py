@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..batch_checks import named_leaves
+from ..checkpoint.state import TrainState
+from ..data.sources import Iterated, Listed, Loader, MapData, Stateful
 from ..errors import Interrupted
-from ..parts import TrainerParts
-from ..sources import Iterated, Listed, Loader, MapData, Stateful
-from ..state import TrainState
+from ..guards.batch_checks import named_leaves
+from ..trainer.parts import TrainerParts
 from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
 from .subject import Subject
 
 if TYPE_CHECKING:
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
 
 TOLERANCE = 1e-4
 """Relative difference up to which the order of additions on a GPU may be to blame."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config.spelling import suggest
-from ..engine import deterministic_algorithms
+from ..core.spelling import suggest
 from ..errors import UsageError
 from ..guards import Guard
-from ..run import Run
+from ..trainer.engine import deterministic_algorithms
+from ..trainer.run import Run
 from .outcome import Outcome, Unavailable, skipped
 from .registry import CHECKS, Check
 from .report import Checked, CheckReport
@@ -24,7 +24,7 @@ from .subject import Budget, Subject
 from .untouched import Untouched
 
 if TYPE_CHECKING:
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
 
 
 def check(

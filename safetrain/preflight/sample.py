@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..batch import describe, leaves, num_samples, to_device
-from ..epoch_batches import EpochBatches
-from ..sources import Iterated, Listed, Loader, MapData, Source, Stateful
+from ..data.sampler import EpochBatches
+from ..data.sources import Iterated, Listed, Loader, MapData, Source, Stateful
+from ..tensors.nest import describe, leaves, num_samples, to_device
 from .outcome import Unavailable
 
 if TYPE_CHECKING:
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
 
 
 MOST = 50_000

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..batch_checks import named_leaves
+from ..guards.batch_checks import named_leaves
 from .sample import CannotRead, Read, Sample
 
 KEPT = 64

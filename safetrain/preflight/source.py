@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..data.sources import Iterated, MapData, Stateful
 from ..lint import lint_paths
-from ..sources import Iterated, MapData, Stateful
 from .outcome import Outcome, listed, passed, skipped, warned
 from .subject import Subject
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import islands
 from ..forensics import Effort, Step, diagnose
 from ..forensics.raised import is_numeric
 from ..forensics.scan import _is_healthy
-from ..rng import seed_everything
+from ..precision import islands
+from ..tensors.rng import seed_everything
 from .observer import FP16_MAX, FP16_MIN
 from .outcome import Outcome, amount, failed, listed, passed, skipped, warned, worst
 from .sample import CannotRead, Read

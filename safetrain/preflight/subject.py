@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..assembly import split_loss
 from ..forensics.replay import fresh
 from ..guards import Guard
+from ..trainer.build import split_loss
 from .observer import LossCall, Observer
 from .outcome import Unavailable
 from .sample import CannotRead, Read, Sample
@@ -23,7 +23,7 @@ from .scan import Scan, scan
 from .untouched import Untouched
 
 if TYPE_CHECKING:
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
 
 NONE_FINITE = "none of the first batches gives a finite loss and finite gradients, see finite_steps"
 NUM_FIRST = 4

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import gradients
-from ..rng import RandomState
-from ..view import Limits, tightest
+from ..core.view import Limits, tightest
+from ..tensors import gradients
+from ..tensors.rng import RandomState
 from .data import LARGE
 from .outcome import Outcome, Unavailable, amount, failed, listed, passed, skipped, warned
 from .sample import Read

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..rng import RandomState
-from ..sources import Listed
+from ..data.sources import Listed
+from ..tensors.rng import RandomState
 from .belongings import Belongings
 
 if TYPE_CHECKING:
-    from ..trainer import SafeTrainer
+    from ..trainer.trainer import SafeTrainer
 
 
 class Untouched:

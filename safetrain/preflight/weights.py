@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..rng import seed_everything
+from ..tensors.rng import seed_everything
 from .outcome import Outcome, amount, failed, listed, passed, warned, worst
 from .subject import Subject
 
@@ -93,7 +93,7 @@ def _uninitialised(subject: Subject) -> list[str] | None:
 
 
 def _default_build_model() -> object:
-    from ..parts import TrainerParts
+    from ..trainer.parts import TrainerParts
 
     return TrainerParts.build_model
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..batch import num_samples
+from ..core.history import Recent
+from ..core.incident import Incident
+from ..core.verdict import Action, Decision
+from ..core.view import StepView
+from ..distributed.agreement import Share
 from ..forensics import Diagnosis
 from ..forensics.samples_of import select
 from ..forensics.substitutes import Patch
-from ..history import Recent
-from ..incident import Incident
-from ..ranks.agreement import Share
-from ..rng import RandomState
-from ..verdict import Action, Decision
-from ..view import StepView
+from ..tensors.nest import num_samples
+from ..tensors.rng import RandomState
 
 DATA_CAUSES = {
     "division_by_zero",

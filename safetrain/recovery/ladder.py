@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.schema import RecoveryConfig
-from ..config.spelling import suggest
 from ..config.targets import import_target
+from ..core.spelling import suggest
+from ..core.verdict import Action
 from ..errors import ConfigError
-from ..verdict import Action
 from .case import Bench, Case, Settlement
 from .rungs import RUNGS, Rung
 

@@ -6,7 +6,7 @@ import re
 from typing import ClassVar
 
 from ..config.schema import RecoveryConfig
-from ..verdict import Action
+from ..core.verdict import Action
 from .case import Bench, Case, Settlement
 
 RUNGS: dict[str, type[Rung]] = {}

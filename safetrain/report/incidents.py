@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 
 MAX_WHOLE = 60
 """Incidents that are shown with all they say: the first ones, the first at every further place, and the last."""

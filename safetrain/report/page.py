@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..core.files import write_text
+from ..core.incident import Incident
 from ..errors import RunDirectoryError, UsageError
-from ..files import write_text
-from ..incident import Incident
 from .run import Run, read_run
 from .settings import Difference, differences
 from .timeline import NARROW, WIDE, timeline

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.rundir import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, holds_run, is_in_use
 from ..errors import RunDirectoryError
-from ..rundir import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, holds_run, is_in_use
 from .incidents import IncidentList, step_number
 from .series import Marks, Series
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..incident import CONSEQUENCE, Incident
-from ..incident_report import headline, printable, replayed, source_lines
+from ..core.incident import CONSEQUENCE, Incident
+from ..incidents.render import headline, printable, replayed, source_lines
 from .incidents import label_of, place_of
 from .rewriting import rewritten
 from .spread import can_be_drawn, spread

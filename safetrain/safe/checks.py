@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, UsageError
-from ..gradients import peak
+from ..tensors.gradients import peak
 
 _SHOWN = 10  # parameters listed in an error message; the rest is counted
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..config.schema import Config
-from ..rundir import JOURNAL
+from ..core.rundir import JOURNAL
 from .journal import Journal, JournalFile
 from .sink import ResumePoint, Sink, StepRecord, Telemetry
 from .vitals import Vitals
@@ -51,7 +51,7 @@ def _curves(config: Config, run_dir: Path, resume: ResumePoint | None) -> list[S
     settings = asdict(config)
     sinks: list[Sink] = []
     if config.logging.tensorboard:
-        from ..environment import environment
+        from .environment import environment
         from .tensorboard import TensorBoard, fenced, table
 
         texts = {"run/config": fenced(to_yaml(config), "yaml"), "run/environment": table(environment())}

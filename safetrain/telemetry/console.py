@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from ..incident import Incident
-from ..incident_report import LABEL, as_typed, paragraph, printable, row
-from ..result import FitResult
+from ..core.incident import Incident
+from ..core.result import FitResult
+from ..incidents.render import LABEL, as_typed, paragraph, printable, row
 from . import summary
 from .sink import Sink, StepRecord
 from .vitals import STATUS, Vitals

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import to_json
-from ..incident import Incident
-from ..result import FitResult
+from ..core.files import to_json
+from ..core.incident import Incident
+from ..core.result import FitResult
 from .sink import Sink, StepRecord
 
 MAX_PENDING = 64 * 2**20

@@ -13,8 +13,8 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from ..progress import shown_by
-from ..result import FitResult
+from ..core.progress import shown_by
+from ..core.result import FitResult
 from .console import Console, health_text, left_text, lr_text, rate_text
 from .sink import StepRecord
 from .vitals import HEALTHY, RECOVERING, Vitals

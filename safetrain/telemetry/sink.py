@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..incident import Incident
-from ..result import FitResult
-from ..verdict import Decision
-from ..view import StepView
+from ..core.incident import Incident
+from ..core.result import FitResult
+from ..core.verdict import Decision
+from ..core.view import StepView
 from .vitals import Vitals
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..incident import Incident
-from ..incident_report import as_typed, counted
-from ..result import FitResult
+from ..core.incident import Incident
+from ..core.result import FitResult
+from ..incidents.render import as_typed, counted
 
 NUM_STEPS = 8
 """Steps of incidents that are listed for each cause; the rest is counted."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..incident import Incident
-from ..incident_report import markdown
-from ..result import FitResult
+from ..core.incident import Incident
+from ..core.result import FitResult
+from ..incidents.render import markdown
 from .event_file import EventFile
 from .scalars import LAYOUT, eval_scalars, hyperparameters, step_scalars
 from .sink import ResumePoint, Sink, StepRecord

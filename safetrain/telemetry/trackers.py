@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.incident import Incident
+from ..core.result import FitResult
 from ..errors import UsageError
-from ..incident import Incident
-from ..result import FitResult
 from .scalars import eval_scalars, flat_settings, step_scalars
 from .sink import Sink, StepRecord
 from .vitals import Vitals

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ..history import Recent
+from ..core.history import Recent
 
 if TYPE_CHECKING:
     from .sink import StepRecord

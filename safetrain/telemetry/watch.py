@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..stepping import Stepper
+    from ..optim.stepping import Stepper
     from .sink import Telemetry
 
 SECONDS = 2.0

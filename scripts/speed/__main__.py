@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from safetrain import allocator
+from safetrain._private import allocator
 
 from . import plots, rounds, startup, variants
 from .workloads import TITLES, WORKLOADS

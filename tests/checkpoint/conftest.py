@@ -10,7 +10,7 @@ from torch import nn
 
 from safetrain import SafeTrainer
 from safetrain.checkpoint import CheckpointStore
-from safetrain.rng import seed_everything
+from safetrain.tensors.rng import seed_everything
 
 
 def make_net():

@@ -8,9 +8,9 @@ import torch
 from small import assert_same, deep_state, make_batches, make_model, mse
 
 from safetrain import CheckpointError, SafeTrainer, UsageError
-from safetrain.rng import RandomState
-from safetrain.snapshots import SnapshotRing
-from safetrain.state import TrainState
+from safetrain.checkpoint.snapshots import SnapshotRing
+from safetrain.checkpoint.state import TrainState
+from safetrain.tensors.rng import RandomState
 
 
 def state(value=1.0, moment=0.5, bias=0.0):

@@ -15,8 +15,8 @@ from torch import nn
 from safetrain import CheckpointError, SafeTrainer, TrainingStopped
 from safetrain.checkpoint import BadState, CheckpointStore, Damaged
 from safetrain.checkpoint.manifest import _sealed, checksum
+from safetrain.checkpoint.state import TrainState
 from safetrain.checkpoint.tensorfile import write_tensors
-from safetrain.state import TrainState
 
 ABOUT = {"num_committed": 1, "epoch": 0, "time": "", "version": "0", "metric": None}
 

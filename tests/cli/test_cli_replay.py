@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from safetrain.cli.main import run
-from safetrain.files import to_json
+from safetrain.core.files import to_json
 
 PARTS = """
 from dataclasses import dataclass
@@ -190,8 +190,8 @@ def test_half_precision_and_several_micro_batches() -> None:
 
 def test_a_run_made_in_python_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     from safetrain import SafeTrainer
-    from safetrain.bundle import read_bundle
-    from safetrain.replaying import replay
+    from safetrain.incidents.bundle import read_bundle
+    from safetrain.incidents.replay import replay
 
     model = torch.nn.Linear(3, 3)
     batches = [(torch.ones(2, 3), torch.tensor([1.0, float(i != 2)])) for i in range(4)]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, load_model
 from small import assert_same
 
 from safetrain import load_config
+from safetrain.checkpoint.compatibility import check_changes
 from safetrain.cli.main import run
-from safetrain.resume import check_changes
 
 PARTS = """
 import os, signal

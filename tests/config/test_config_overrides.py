@@ -16,8 +16,8 @@ from safetrain import ConfigError
 from safetrain.config import Config, load_config
 from safetrain.config.fields import fields_of
 from safetrain.config.schema import LADDER
+from safetrain.core.options import config_attribute
 from safetrain.guards import REGISTRY
-from safetrain.options import config_attribute
 
 
 def problem_of(*overrides: str, source: object = None) -> str:

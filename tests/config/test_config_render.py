@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetrain.config import Config, load, load_config, recipe_names, to_yaml
 from safetrain.config.describe import json_schema, schema_text
 from safetrain.config.fields import fields_of
+from safetrain.core.options import field_docs
 from safetrain.guards import REGISTRY
-from safetrain.options import field_docs
 
 names = st.text(st.characters(categories=["Ll", "Lu"], include_characters="_"), min_size=1, max_size=6)
 scalars = st.one_of(

@@ -7,8 +7,8 @@ from small import assert_same
 from torch.utils.data import DataLoader
 
 from safetrain.config.schema import DataConfig
-from safetrain.data import open_stream
-from safetrain.epoch_batches import EpochBatches
+from safetrain.data.sampler import EpochBatches
+from safetrain.data.stream import open_stream
 
 
 def stream_over(data, workers=0, rank=0, world_size=1, drop_last=False):

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from safetrain import CheckpointError
 from safetrain.config.schema import DataConfig
-from safetrain.data import open_stream
-from safetrain.epoch_batches import EpochBatches
+from safetrain.data.sampler import EpochBatches
+from safetrain.data.stream import open_stream
 
 
 class Numbers(Dataset):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from safetrain.core.incident import Incident
 from safetrain.forensics import investigate
-from safetrain.incident import Incident
 
 
 @dataclass

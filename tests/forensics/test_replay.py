@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from safetrain.forensics import Effort, Step, diagnose, find_bad_batches, investigate
-from safetrain.rng import RandomState
+from safetrain.tensors.rng import RandomState
 
 
 class Noisy(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from forensics.cases import Tiny
 from torch import nn
 
+from safetrain.core.incident import Incident
 from safetrain.forensics import investigate
-from safetrain.incident import Incident
-from safetrain.incident_report import markdown, write_report
+from safetrain.incidents.render import markdown, write_report
 
 
 def incident() -> Incident:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from safetrain.forensics import torch_private
+from safetrain._private import autograd as torch_private
 
 
 def test_this_torch_has_every_private_api() -> None:

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from safetrain import Action, StepView, UsageError
+from safetrain.core.verdict import merge
+from safetrain.core.view import DeviceStep
 from safetrain.guards.activations import Activations
-from safetrain.probes import Probe, by_module
-from safetrain.verdict import merge
-from safetrain.view import DeviceStep
+from safetrain.guards.probes import Probe, by_module
 
 COMMITTED = merge([])
 ZERO = torch.zeros(())

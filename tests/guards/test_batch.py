@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from safetrain import Action, StepView
-from safetrain.batch_checks import Checks, named_leaves
+from safetrain.core.verdict import merge
+from safetrain.core.view import DeviceStep
 from safetrain.guards.batch import Batch
-from safetrain.verdict import merge
-from safetrain.view import DeviceStep
+from safetrain.guards.batch_checks import Checks, named_leaves
 
 NAN, INF = math.nan, math.inf
 

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from safetrain import Action, Guard, StepView, Verdict
+from safetrain.core.options import field_docs
+from safetrain.core.verdict import merge
 from safetrain.guards import DEFAULT, REGISTRY
-from safetrain.options import field_docs
-from safetrain.verdict import merge
 
 OURS = sorted(name for name, cls in REGISTRY.items() if cls.__module__.startswith("safetrain.guards."))
 VIEWS = [

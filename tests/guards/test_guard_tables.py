@@ -7,13 +7,13 @@ import re
 import pytest
 
 from safetrain import Action, Limits, StepView, UsageError
+from safetrain.core.verdict import merge
 from safetrain.guards.backoff import Backoff
 from safetrain.guards.clip import Clip, ClipConfig
 from safetrain.guards.finite import Finite
 from safetrain.guards.rollback import Rollback
 from safetrain.guards.spike import Spike
 from safetrain.guards.stall import Stall
-from safetrain.verdict import merge
 
 NAN, INF = math.nan, math.inf
 COMMITTED = merge([])

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from safetrain import UsageError
 from safetrain.guards.islands import Islands
-from safetrain.islands import autocast, island, islands_of, loss_island
-from safetrain.modules import matching
+from safetrain.precision.islands import autocast, island, islands_of, loss_island
+from safetrain.tensors.module_globs import matching
 
 BF16 = torch.bfloat16
 

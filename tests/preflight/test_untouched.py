@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from safetrain import SafeTrainer, UsageError, check
-from safetrain.optimizers import OptimizerGroup
+from safetrain.optim.optimizers import OptimizerGroup
 from safetrain.preflight import FAIL, SKIP
-from safetrain.rng import RandomState
+from safetrain.tensors.rng import RandomState
 
 
 class Busy(nn.Module):

@@ -5,8 +5,18 @@ import math
 import pytest
 import torch
 
-from safetrain.ranks.agreement import Layout, Opinion, Status, Told, Word, largest_over, mean_over, merged, tallied
-from safetrain.verdict import Action, Verdict, merge
+from safetrain.core.verdict import Action, Verdict, merge
+from safetrain.distributed.agreement import (
+    Layout,
+    Opinion,
+    Status,
+    Told,
+    Word,
+    largest_over,
+    mean_over,
+    merged,
+    tallied,
+)
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from safetrain import SafeTrainer
 from safetrain.checkpoint import CheckpointStore
 from safetrain.checkpoint.export import export_weights
-from safetrain.sharding import is_sharded, is_spread, local, whole
+from safetrain.tensors.sharded import is_sharded, is_spread, local, whole
 
 
 class Block(nn.Module):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from safetrain import launch
 from safetrain.cli.main import run
 from safetrain.config.schema import LoopConfig
-from safetrain.engine import Engine, num_processes_asked
+from safetrain.distributed import launch
+from safetrain.distributed.launch import record_failure, without_option
 from safetrain.errors import UsageError
-from safetrain.launch import record_failure, without_option
+from safetrain.trainer.engine import Engine, num_processes_asked
 
 CODE = """
 import os

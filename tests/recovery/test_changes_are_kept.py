@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer
-from safetrain.islands import islands_of
+from safetrain.precision.islands import islands_of
 
 
 class Gone(Exception):

@@ -10,8 +10,8 @@ from small import make_batches
 from safetrain import ConfigError, TrainingStopped
 from safetrain.config import load_config, to_yaml
 from safetrain.config.schema import LADDER, RecoveryConfig
+from safetrain.core.verdict import Action
 from safetrain.recovery import RUNGS, Ladder, Rung, Settlement
-from safetrain.verdict import Action
 
 OWN = """
 from safetrain.recovery import Rung, Settlement

@@ -9,7 +9,7 @@ from small import assert_same, make_model
 from torch.utils.data import DataLoader, TensorDataset
 
 from safetrain import SafeTrainer
-from safetrain.quarantine import Quarantine
+from safetrain.data.quarantine import Quarantine
 
 BAD = (5, 20)
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from report_pages import Parsed
 
 from safetrain.cli.main import program, run
+from safetrain.core.rundir import RunLock
 from safetrain.report import page as report_page
 from safetrain.report import write_report
 from safetrain.report.run import read_run
-from safetrain.rundir import RunLock
 
 HOLD = "import sys; from pathlib import Path; from safetrain.rundir import RunLock; lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 

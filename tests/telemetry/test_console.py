@@ -9,15 +9,15 @@ from rich.console import Console as RichConsole
 from small import make_batches, make_model, mse
 
 from safetrain import SafeTrainer
-from safetrain.incident import Cause, Incident, Origin, Outcome, Trigger
-from safetrain.result import FitResult
+from safetrain.core.incident import Cause, Incident, Origin, Outcome, Trigger
+from safetrain.core.result import FitResult
+from safetrain.core.verdict import Verdict, merge
+from safetrain.core.view import StepView
 from safetrain.telemetry import live, sink, summary
 from safetrain.telemetry.console import coloured
 from safetrain.telemetry.live import ProgressLine
 from safetrain.telemetry.sink import StepRecord
 from safetrain.telemetry.vitals import Vitals
-from safetrain.verdict import Verdict, merge
-from safetrain.view import StepView
 
 
 class Terminal(io.StringIO):

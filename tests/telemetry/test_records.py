@@ -14,10 +14,10 @@ import torch
 from small import make_batches, make_model, mse
 
 from safetrain import Interrupted, RunDirectoryError, SafeTrainer, TrainingStopped, Verdict, load_config
-from safetrain.files import to_json
+from safetrain.core.files import to_json
+from safetrain.core.verdict import merge
+from safetrain.core.view import StepView
 from safetrain.telemetry import StepRecord, journal
-from safetrain.verdict import merge
-from safetrain.view import StepView
 
 
 def strict(text):

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from safetrain.core.verdict import Verdict, merge
+from safetrain.core.view import Limits, StepView
 from safetrain.telemetry.scalars import hyperparameters, step_scalars
 from safetrain.telemetry.sink import StepRecord
 from safetrain.telemetry.vitals import HEALTHY, RECOVERING, REFUSED, ROLLED_BACK, STOPPED, Vitals
-from safetrain.verdict import Verdict, merge
-from safetrain.view import Limits, StepView
 
 
 def record(step, loss=1.0, outcome="commit", grad_norm=0.5, lr_scale=1.0, refused_loss=None, **view):

@@ -7,7 +7,7 @@ from torch import nn
 
 from safetrain import TrainingStopped, UsageError
 from safetrain.cli.main import run
-from safetrain.islands import islands_of
+from safetrain.precision.islands import islands_of
 
 
 def test_named_modules_and_the_loss_are_float32_in_a_bf16_run_and_the_model_is_plain_after_it(make_trainer):

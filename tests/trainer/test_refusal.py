@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from safetrain import LossError, SafeTrainer, TrainingStopped
-from safetrain.rng import RandomState
+from safetrain.tensors.rng import RandomState
 
 
 class Recording(SafeTrainer):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer, UsageError
-from safetrain.transaction import Transaction
+from safetrain.step.transaction import Transaction
 
 NO_REPAIR = {"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer
-from safetrain.optimizers import OptimizerGroup
+from safetrain.optim.optimizers import OptimizerGroup
 
 
 class GAN(nn.Module):

@@ -1,0 +1,155 @@
+"""The training state in memory, to roll back to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..step.audit import FATAL_JUMP, jumps, peaks_of, problems_in
+from ..tensors.sharded import empty_like, local
+from .state import TrainState
+
+
+class Copy:
+    """A copy of a training state in memory that is allocated once: on the host, pinned if the state is on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, state: TrainState) -> TrainState:
+        """The copy. It is overwritten by the next call."""
+        kept: dict[str, Tensor] = {}
+        for name, tensor in state.tensors.items():
+            own = self._memory.get(name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                own = empty_like(tensor, device="cpu", pin=tensor.device.type == "cuda")
+            kept[name] = own
+        self._memory = kept
+        if kept:
+            torch._foreach_copy_([local(own) for own in kept.values()], [local(t) for t in state.tensors.values()])
+        return TrainState(dict(kept), state.rest)
+
+
+@dataclass
+class Snapshot:
+    step: int
+    """Attempted steps before it."""
+    memory: Copy = field(repr=False)
+    state: TrainState = field(repr=False)
+    peaks: dict[str, tuple[float, float]] = field(repr=False)
+    num_healthy: int = 0
+    """Committed steps since, without a refusal among them."""
+    trusted: bool = False
+    used: bool = False
+    """It was rolled back to before; trouble that comes again comes from it."""
+
+
+@dataclass(frozen=True)
+class SnapshotAudit:
+    problems: dict[str, str] = field(default_factory=dict)
+    is_fatal: bool = False
+    """No run should go on with it: a value that is not finite, a negative second moment, a growth beyond reason."""
+
+
+class SnapshotRing:
+    """The last few snapshots, and the very first one.
+
+    A snapshot is taken only of a state that passes the audit: every value finite, no negative second moment, no tensor
+    a thousand times larger than in the snapshot before. It is *trusted* after `trust_after` committed steps without a
+    refusal. The newest trusted one is never overwritten before another is trusted.
+    """
+
+    def __init__(self, size: int, trust_after: int) -> None:
+        self._size, self._trust_after = size, trust_after
+        self.first: Snapshot | None = None
+        self._ring: list[Snapshot] = []
+        self._spare: list[Copy] = []
+        self.num_taken = 0
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is held now."""
+        held = [snapshot.state.num_bytes for snapshot in (self.first, *self._ring) if snapshot is not None]
+        return sum(held) + sum(sum(local(t).nbytes for t in copy._memory.values()) for copy in self._spare)
+
+    def take(
+        self,
+        step: int,
+        state: TrainState,
+        allow_growth: bool = False,
+        agree: Callable[[SnapshotAudit], SnapshotAudit] = lambda audit: audit,
+    ) -> SnapshotAudit:
+        """Copy the state, unless the audit finds something wrong with it: then nothing is kept. `allow_growth`: a tensor that
+        grew is accepted, because it was already that large the last time. `agree`: what the audits of all processes say."""
+        begin = time.perf_counter()
+        try:
+            peaks = peaks_of(state.tensors)
+            before = self._ring[-1] if self._ring else self.first
+            peaks_before = None if before is None else before.peaks
+            broken = problems_in(peaks, state.rest["born_bad"])
+            if grown := jumps(peaks, peaks_before, state.rest["buffers"]):
+                broken |= jumps(peaks, peaks_before, state.rest["buffers"], FATAL_JUMP)
+                grown = {} if allow_growth else grown
+            audit = agree(SnapshotAudit(broken or grown, is_fatal=bool(broken)))
+            if audit.problems:
+                return audit
+            memory = Copy() if self.first is None else self._free_memory()
+            snapshot = Snapshot(step, memory, memory.take(state), peaks, trusted=self._trust_after == 0)
+            if self.first is None:
+                self.first = snapshot
+            else:
+                self._ring.append(snapshot)
+            self.num_taken += 1
+            return audit
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def _free_memory(self) -> Copy:
+        if self._spare:
+            return self._spare.pop()
+        if len(self._ring) < self._size:
+            return Copy()
+        newest_trusted = self._newest_trusted()
+        oldest = next((s for s in self._ring if s is not newest_trusted), self._ring[0])
+        self._ring.remove(oldest)
+        return oldest.memory
+
+    def _newest_trusted(self) -> Snapshot | None:
+        return next((s for s in reversed(self._ring) if s.trusted), None)
+
+    def committed(self, num_steps: int = 1) -> None:
+        """So many more steps were committed since the snapshots were taken."""
+        for snapshot in (*self._ring, self.first):
+            if snapshot is not None and not snapshot.trusted:
+                snapshot.num_healthy += num_steps
+                snapshot.trusted = snapshot.num_healthy >= self._trust_after
+
+    def refused(self) -> None:
+        """A step was refused: who is not trusted yet starts to count again."""
+        for snapshot in (*self._ring, self.first):
+            if snapshot is not None and not snapshot.trusted:
+                snapshot.num_healthy = 0
+
+    def pick(self, restart: bool = False) -> Snapshot | None:
+        """The snapshot to roll back to, and forget all newer ones: they are of a past that did not end well.
+
+        The newest trusted one; an older one if that was rolled back to before; the very first one if none is left, or with
+        `restart`. None if nothing was ever taken.
+        """
+        chosen = None if restart else next((s for s in reversed(self._ring) if s.trusted and not s.used), None)
+        chosen = chosen or self.first
+        kept = [] if chosen is self.first else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
+        self._spare += [s.memory for s in self._ring[len(kept) :]]
+        self._ring = kept
+        if chosen is not None:
+            chosen.used = True
+        return chosen

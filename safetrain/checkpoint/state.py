@@ -1,0 +1,326 @@
+"""All that must survive, in one place: gathered from a trainer and given back to one.
+
+Snapshots in memory, checkpoints on disk, rollback and resume all use this and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, UsageError
+from ..guards import REGISTRY
+from ..tensors.rng import RandomState, seed_everything
+from ..tensors.sharded import empty_like, is_spread, local, put, spread_like
+from .plain import from_loadable, to_loadable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer.trainer import SafeTrainer
+
+
+@dataclass
+class TrainState:
+    tensors: dict[str, Tensor]
+    """By `part/name`: `model/` (as in the model's state_dict), `transient/` (its other buffers), `extra/` (parameters that only
+    the optimizer has), `optimizer/`, `ema/`. Just gathered, they are the trainer's own and not copies."""
+    rest: dict[str, Any]
+    """Everything else, out of types that are safe to load."""
+    shards: Path | None = None
+    """A directory with the tensors, which are not read yet: how they are spread over the processes depends on who reads them."""
+
+    @classmethod
+    def gather(cls, trainer: SafeTrainer, progress: bool = True) -> TrainState:
+        """Call it between steps, with nothing deferred. Copies no tensor; waits for the device (fp16: for its scale).
+
+        Without `progress` the state is good for a rollback only.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in trainer.model.named_parameters():
+            tensors[f"model/{name}"] = parameter.detach()
+        for name, module, key in _buffers(trainer.model):
+            kind = "transient" if key in module._non_persistent_buffers_set else "model"
+            buffer = module._buffers[key]
+            assert buffer is not None
+            tensors[f"{kind}/{name}"] = buffer.detach()
+        for index, extra in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
+            tensors[f"extra/{index}"] = extra.detach()
+        optimizer = _split_optimizer(trainer.optimizer, tensors)
+        if trainer.ema is not None:
+            averaged = {name: t for name, t in trainer.ema.state_dict().items() if isinstance(t, Tensor)}
+            for name in _tied_names(trainer.model):
+                averaged.pop(name)
+            tensors |= {f"ema/{name}": tensor for name, tensor in averaged.items()}
+        scheduler = trainer.scheduler
+        rest: dict[str, Any] = {
+            "num_committed": trainer.run.result.steps,
+            "optimizer": optimizer,
+            "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "scaler": trainer.engine.scaler_state(),
+            "guards": {guard.name: guard.state_dict() for guard in trainer.guards},
+            "deferred": None if trainer._deferred is None else trainer._deferred.state_dict(),
+            "extra_state": _extra_state(trainer.model),
+            "born_bad": _born_bad(trainer, tensors),
+            "buffers": _buffer_names(trainer, tensors),
+            "eval_mode": [name for name, module in trainer.model.named_modules() if not module.training],
+            "tied": _tied_names(trainer.model),
+            "ddp_has_order": trainer.engine.replicas is not None and trainer.engine.replicas.has_order,
+        }
+        if progress:
+            rest["progress"] = {
+                "data": trainer.stream.state_dict(),
+                "eval_epoch": 0 if trainer._eval_stream is None else trainer._eval_stream.epoch,
+                "evaluated_at": trainer._evaluated_at,
+                "run": trainer.run.state_dict(),
+                "ladder": trainer.ladder.state_dict(),
+                "bench": trainer.bench.state_dict(),
+                "patches": trainer.patches.state_dict(),
+            }
+        # Copies of what schedulers and guards go on changing; a few numbers each.
+        rest = {part: to_loadable(value, part) for part, value in rest.items()}
+        return cls(tensors, {**rest, "random": RandomState.capture().to_plain()})
+
+    @torch.no_grad()
+    def restore_training(self, trainer: SafeTrainer) -> None:
+        """Weights, buffers, moments, schedule, scaler, EMA, random state and guards' baselines as they were gathered."""
+        if self.shards is not None:
+            self._read_shards(trainer, self.shards)
+        rest = from_loadable(self.rest)
+        self._restore_model(trainer.model, rest)
+        for index, parameter in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
+            put(parameter, self._tensor(f"extra/{index}", parameter))
+        if trainer.scheduler is not None and rest["scheduler"] is not None:
+            trainer.scheduler.load_state_dict(rest["scheduler"])
+        self._restore_optimizer(trainer.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
+        trainer.engine.load_scaler_state(rest["scaler"])
+        if trainer.ema is not None:
+            self._restore_ema(trainer)
+        for name, learned in rest["guards"].items():
+            if name in REGISTRY or any(guard.name == name for guard in trainer.guards):
+                trainer.guard(name).load_state_dict(learned)
+        if trainer._deferred is not None and rest["deferred"] is not None:
+            trainer._deferred.load_state_dict(rest["deferred"])
+        RandomState.from_plain(rest["random"]).restore()
+        if (index := rest.get("new_process")) is not None:
+            seed_everything(torch.randint(2**62, ()).item() + index)
+
+    def restore_progress(self, trainer: SafeTrainer) -> None:
+        """The data cursor and the record of the run. A rollback leaves these where they are."""
+        progress = from_loadable(self.rest["progress"])
+        trainer.stream.load_state_dict(progress["data"])
+        if trainer._eval_stream is not None:
+            trainer._eval_stream.epoch = progress["eval_epoch"]
+        trainer._evaluated_at = progress["evaluated_at"]
+        trainer.run.load_state_dict(progress["run"])
+        trainer.ladder.load_state_dict(progress["ladder"])
+        trainer.bench.load_state_dict(progress["bench"])
+        trainer.patches.load_state_dict(progress["patches"])
+
+    def own_part(self) -> dict[str, Any]:
+        """What is different in each process of a run: small, and beside that the buffers of a model that is spread over them."""
+        part = {"random": self.rest["random"]}
+        if "progress" in self.rest:
+            part["data"] = self.rest["progress"]["data"]
+        if any(is_spread(tensor) for tensor in self.tensors.values()):
+            part["buffers"] = {name: self.tensors[name].cpu() for name in self.rest["buffers"]}
+        return part
+
+    def become_that_of(self, rank: int, world_size: int) -> None:
+        """What was saved of one process. Another number of them goes on with the data of all, and new ones draw their own
+        random numbers."""
+        parts = self.rest.pop("processes", None) or [{"random": self.rest["random"]}]
+        own = parts[rank % len(parts)]
+        self.rest["random"] = own["random"]
+        if rank >= len(parts):
+            self.rest["new_process"] = rank
+        if len(parts) == world_size:
+            if "data" in own:
+                self.rest["progress"]["data"] = own["data"]
+            self.rest["own_buffers"] = own.get("buffers", {})
+
+    def _read_shards(self, trainer: SafeTrainer, directory: Path) -> None:
+        """Each process reads the part that it is to have. Every process must get here."""
+        from .manifest import Damaged
+        from .shards import read_shards
+
+        targets = TrainState.gather(trainer, progress=False).tensors
+        parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+
+        def memory_for(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            like = targets.get(name)
+            index = name.split("/")[1]
+            if like is None and name.startswith("optimizer/") and index.isdigit() and int(index) < len(parameters):
+                like = parameters[int(index)]
+            if like is not None and like.shape == shape:
+                return empty_like(like, dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype)
+
+        try:
+            self.tensors |= read_shards(directory, memory_for)
+        except Damaged as problem:
+            raise CheckpointError(
+                f"{directory} was whole when it was verified, but cannot be read: {problem}.\nTo fix: resume again."
+            ) from problem
+        self.tensors |= self.rest.get("own_buffers", {})
+        self.shards = None
+
+    @property
+    def num_bytes(self) -> int:
+        """In this process."""
+        return sum(local(tensor).nbytes for tensor in self.tensors.values())
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one part, by their own names."""
+        prefix = f"{name}/"
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
+
+    def _tensor(self, name: str, like: Tensor) -> Tensor:
+        saved = self.tensors.get(name)
+        if saved is None or saved.shape != like.shape:
+            what = "is not in it" if saved is None else f"has the shape {tuple(saved.shape)} there"
+            raise CheckpointError(
+                f"the saved state does not fit this model: {name} (shape {tuple(like.shape)}) {what}.\n"
+                "To fix: build the same model and optimizer as the run that saved it."
+            )
+        return saved
+
+    def _restore_model(self, model: nn.Module, rest: dict[str, Any]) -> None:
+        own = dict(model.named_parameters())
+        saved_buffers = self.part("model") | self.part("transient")
+        for name in own:
+            saved_buffers.pop(name, None)
+        pairs = [(parameter, self._tensor(f"model/{name}", parameter)) for name, parameter in own.items()]
+        known = {name.rpartition(".")[0] for name in saved_buffers}
+        modules = dict(model.named_modules())
+        if unknown := sorted(known - modules.keys()):
+            raise CheckpointError(
+                f"the saved state does not fit this model, which has no {', '.join(unknown[:5])}.\n"
+                "To fix: build the same model as the run that saved it."
+            )
+        for parameter, saved in pairs:
+            put(parameter, saved)
+        for name, module, key in _buffers(model):
+            if name not in saved_buffers:
+                module._buffers[key] = None  # it came into being after the state was saved
+        for name, saved in saved_buffers.items():
+            path, _, key = name.rpartition(".")
+            current = modules[path]._buffers.get(key)
+            if current is not None and current.shape == saved.shape and current.dtype == saved.dtype:
+                current.copy_(saved)
+            else:
+                device = next((p.device for p in own.values()), saved.device) if current is None else current.device
+                modules[path]._buffers[key] = saved.to(device, copy=True)
+        if rest["extra_state"]:
+            model.load_state_dict(rest["extra_state"], strict=False)
+        for name, module in modules.items():
+            module.training = name not in set(rest["eval_mode"])
+
+    def _restore_optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        packed = saved["packed"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for name, (index, key) in saved["tensors"].items():
+            value = self.tensors[name]
+            if isinstance(index, int) and index < len(parameters):
+                value = spread_like(value, parameters[index])
+            packed["state"].setdefault(index, {})[key] = value.clone()
+        try:
+            optimizer.load_state_dict(packed)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the saved state does not fit this optimizer: {error}.\nTo fix: build the same optimizer as the run that saved it."
+            ) from error
+        # Loading casts moments to their parameter's type; they go on with the bits they had.
+        for name, (index, key) in saved["tensors"].items():
+            loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
+            if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:
+                value = spread_like(self.tensors[name], parameters[index])
+                optimizer.state[parameters[index]][key] = value.to(loaded.device, copy=True)
+
+    def _restore_ema(self, trainer: SafeTrainer) -> None:
+        assert trainer.ema is not None
+        for name, average in trainer.ema.weights.items():
+            put(average, self._tensor(f"ema/{name}", average))
+
+
+def check_dense(model: nn.Module) -> None:
+    sparse = [name for name, module, key in _buffers(model) if module._buffers[key].layout is not torch.strided]  # type: ignore[union-attr]
+    if sparse:
+        raise UsageError(
+            f"the sparse buffer {sparse[0]} cannot be saved, and a run keeps copies of its state.\n"
+            "To fix: register its indices and values as buffers and make the sparse tensor in forward; or train without copies: "
+            "checkpoint.enabled=false, checkpoint.save_final=false and checkpoint.snapshot_every=null."
+        )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The full name, the module and the key of every buffer that holds a tensor."""
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{path}.{key}" if path else key, module, key
+
+
+def _extra_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    own = {id(p) for p in model.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+
+
+def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The optimizer's state without its tensors, which are added to `tensors`, and where they belong."""
+    packed = optimizer.state_dict()
+    places: dict[str, tuple[Any, Any]] = {}
+    state: dict[Any, Any] = {}
+    for index, values in packed["state"].items():
+        if not isinstance(values, dict):
+            state[index] = values
+            continue
+        state[index] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                name = f"optimizer/{index}/{key}"
+                tensors[name] = value.detach()
+                places[name] = (index, key)
+    return {"packed": {**packed, "state": state}, "tensors": places}
+
+
+def _born_bad(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
+    """Buffers that hold NaN or Inf on purpose: no audit complains of them."""
+    marked = trainer.transaction.born_bad
+    if not marked:
+        return []
+    return [name for name in tensors if name.partition("/")[2] in marked and not name.startswith("optimizer/")]
+
+
+def _buffer_names(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
+    names = {name for name, _, _ in _buffers(trainer.model)}
+    if not names:
+        return []
+    return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}._extra_state" if path else "_extra_state": module.get_extra_state()
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Second names of tensors that the model's state_dict shows more than once, with the first name of each."""
+    first: dict[int, str] = {}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, _ in model.named_parameters():
+        if name in state:
+            first[id(state[name])] = name
+    return {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name
+    }

@@ -1,0 +1,161 @@
+"""An incident: a step that was refused, with its evidence. The fields are those of `incident.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .files import plain
+
+SCHEMA = 1
+STATE_AUDIT = "audit"
+"""What stands for the guard in an incident of the state itself."""
+
+
+@dataclass
+class Trigger:
+    guard: str
+    signal: str
+    value: Any
+
+
+@dataclass
+class Outcome:
+    action: str
+    reasons: list[str]
+
+
+@dataclass
+class Origin:
+    """The first bad operation. Empty fields were not found out; `phase` is then `unknown`."""
+
+    phase: str = "unknown"
+    op: str | None = None
+    name: str | None = None
+    module: str | None = None
+    module_type: str | None = None
+    file: str | None = None
+    line: int | None = None
+    code: str | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Cause:
+    label: str = "unknown"
+    explanation: str = "the step was not investigated"
+
+
+@dataclass
+class Remedy:
+    name: str
+    finite: bool
+    loss: float | None = None
+    detail: str = ""
+
+
+@dataclass
+class Replay:
+    reproduced: bool | None = None
+    deterministic: bool | None = None
+
+
+@dataclass
+class Incident:
+    """A refused step: what caught it, what was done, and what its replay has found out.
+
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
+    >>> data[7][0][2] = float("inf")
+    >>> result = SafeTrainer(torch.nn.Linear(3, 1), loss_fn=torch.nn.MSELoss(), train_data=data, config=QUIET).fit()
+    >>> incident = result.incidents[0]
+    >>> incident.step, incident.trigger.guard, incident.cause.label, incident.samples, incident.decision.action
+    (7, 'finite', 'bad_input_data', [2], 'commit')
+    """
+
+    step: int
+    """Index of the attempted step, from 0: `result.losses[step]` is its loss."""
+    time: str
+    trigger: Trigger
+    decision: Outcome
+    rank: int = 0
+    origin: Origin = field(default_factory=Origin)
+    cause: Cause = field(default_factory=Cause)
+    samples: list[int] = field(default_factory=list)
+    propagation: list[str] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
+    fix: str = ""
+    replay: Replay = field(default_factory=Replay)
+    schema: int = SCHEMA
+    path: str | None = None
+    """Directory of the bundle on disk, relative to the run directory; None when none was written."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """With several processes: what each rank says of its own part of the step. `rank` is the guilty one."""
+
+    @property
+    def id(self) -> str:
+        return f"step-{self.step:06d}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in `incident.json`: JSON types only, non-finite numbers as strings."""
+        fields = dataclasses.asdict(self)
+        del fields["path"]
+        if not self.ranks:
+            del fields["ranks"]
+        result: dict[str, Any] = plain({"schema": fields.pop("schema"), "id": self.id, **fields})
+        return result
+
+    def headline(self) -> str:
+        return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
+
+    def render(self, run_dir: str | Path | None = None, is_repeated: bool = False) -> str:
+        """A short block for a terminal. With the run's directory it ends in the command that replays the step.
+
+        One that `is_repeated` is shorter still: the same operation has been explained before.
+        """
+        from ..incidents.render import compact, paragraph, row
+
+        signal = f", {self.trigger.signal} = {_short(self.trigger.value)}" if self.trigger.signal else ""
+        consequence = CONSEQUENCE_FOR_STATE if self.is_of_state else CONSEQUENCE
+        lines = [
+            f"INCIDENT at step {self.step}{signal}: {consequence[self.decision.action]}",
+            *paragraph("CAUGHT BY", "; ".join(self.decision.reasons) or self.trigger.guard, max_lines=3),
+        ]
+        kept = (
+            ""
+            if self.path is None
+            else f"safetrain replay {self.path if run_dir is None else f'{run_dir}/{self.path}'}"
+        )
+        if self.was_investigated:
+            return "\n".join([*lines, *compact(self, kept, is_repeated)])
+        label = f"{self.cause.label}: " if self.cause.label != "unknown" else ""
+        why = paragraph("WHY", f"{label}{self.cause.explanation}", max_lines=3)
+        return "\n".join([*lines, *why, *([row("REPLAY", kept)] if kept else [])])
+
+    @property
+    def is_of_state(self) -> bool:
+        """The state was found to be bad between two steps; no step was refused."""
+        return self.trigger.guard == STATE_AUDIT
+
+    @property
+    def was_investigated(self) -> bool:
+        return self.origin.phase != "unknown" or bool(self.remedies or self.fix)
+
+
+CONSEQUENCE = {
+    "none": "only examined, nothing was done",
+    "commit": "step repaired and committed",
+    "skip": "step refused, nothing of it was applied; training goes on",
+    "rollback": "step refused, and the training state rolled back",
+    "stop": "step refused, nothing of it was applied; the run is stopped",
+}
+CONSEQUENCE_FOR_STATE = {
+    "rollback": "the state after this step is bad; rolled back to a good one",
+    "stop": "the state after this step is bad and was not saved; the run is stopped",
+}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

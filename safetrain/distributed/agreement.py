@@ -1,0 +1,249 @@
+"""What ranks tell each other in every step, and what follows from it: plain numbers in, the same answer on every rank out.
+
+The numbers of a step travel as one vector of equal length on every rank:
+
+    how this rank is | for each known name: how many values, and their sum
+
+A name that is not there on some rank (a metric that only rank 0 returns) counts zero values there. A name that was never
+seen before is told apart from the vector, once; from then on it has its place in it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..core.verdict import Action, Decision, Verdict, merge
+
+
+class Status(enum.IntEnum):
+    STEP = 0
+    """Has run its forward passes."""
+    END = 1
+    """Has no more data in this epoch."""
+    FAILED = 2
+    """Raised because of its numbers: a refused step."""
+    FATAL = 3
+    """Raised something that ends the run."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """How a rank is: the first numbers of its vector."""
+
+    status: Status
+    signal: int = 0
+    out_of_time: bool = False
+    trail: int = 0
+    """A checksum of everything decided so far; equal on all ranks as long as they decide alike."""
+    last_norm: float = 0.0
+    """The gradient norm of its last step, which was reduced over all ranks."""
+    is_measured_later: bool = False
+    """Some of its numbers are known after backward only, and are exchanged then."""
+    num_unknown: int = 0
+    """Names that have no place in the vector yet."""
+
+    LENGTH = 7
+
+    def pack(self) -> list[float]:
+        numbers = (self.status, self.signal, self.out_of_time, self.trail, self.last_norm, self.is_measured_later)
+        return [*map(float, numbers), float(self.num_unknown)]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float]) -> Word:
+        status, signal, out_of_time, trail, norm, later, unknown = numbers
+        return cls(Status(int(status)), int(signal), bool(out_of_time), int(trail), norm, bool(later), int(unknown))
+
+
+Values = Mapping[str, Sequence[Tensor | float]]
+"""Several of one name: a metric that every micro-batch returned."""
+
+
+@dataclass
+class Tally:
+    """The values of one name on one rank."""
+
+    count: int = 0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+Row = dict[str, Tally]
+
+
+class Layout:
+    """The names that have a place in the vector. It only grows, on all ranks at once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def num_unknown(self, values: Values) -> int:
+        return len(values.keys() - set(self.names))
+
+    def extend(self, names: Iterable[str]) -> None:
+        known = set(self.names)
+        self.names += [name for name in dict.fromkeys(names) if name not in known]
+
+    def pack(self, word: Word, values: Values, device: torch.device) -> Tensor:
+        """Stays on the device."""
+        counts = [float(len(values.get(name, ()))) for name in self.names]
+        totals = [_total(values.get(name, ())) for name in self.names]
+        wide = torch.float64
+        if device.type == "cpu":
+            return torch.tensor([*word.pack(), *counts, *map(float, totals)], dtype=wide)
+        known = torch.tensor([*word.pack(), *counts], dtype=wide).to(device, non_blocking=True)
+        if not totals:
+            return known
+        return torch.cat([known, torch.stack([torch.as_tensor(t).to(device, wide).reshape(()) for t in totals])])
+
+    def unpack(self, numbers: Sequence[float]) -> tuple[Word, Row]:
+        num_names = len(self.names)
+        counts = numbers[Word.LENGTH : Word.LENGTH + num_names]
+        totals = numbers[Word.LENGTH + num_names :]
+        triples = zip(self.names, counts, totals, strict=True)
+        return Word.unpack(numbers[: Word.LENGTH]), {n: Tally(int(c), t) for n, c, t in triples if c}
+
+
+def tallied(values: Values) -> Row:
+    """On the host."""
+    return {name: Tally(len(each), float(_total(each))) for name, each in values.items()}
+
+
+def _total(values: Sequence[Tensor | float]) -> Tensor | float:
+    detached = [value.detach() if isinstance(value, Tensor) else float(value) for value in values]
+    if not detached:
+        return 0.0
+    total = detached[0]
+    for value in detached[1:]:
+        total = total + value
+    return total
+
+
+def mean_over(rows: Sequence[Row], name: str) -> float:
+    """NaN and Inf of any rank show."""
+    there = [row[name] for row in rows if name in row]
+    return sum(tally.total for tally in there) / sum(tally.count for tally in there)
+
+
+def largest_over(rows: Sequence[Row], name: str) -> float:
+    """NaN, if it is NaN on any rank."""
+    values = [row[name].mean for row in rows if name in row]
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+@dataclass(frozen=True)
+class Told:
+    """Everything the ranks told each other about a step. Equal on every rank."""
+
+    words: Sequence[Word]
+    rows: Sequence[Row] = ()
+
+    def with_status(self, *statuses: Status) -> list[int]:
+        return [rank for rank, word in enumerate(self.words) if word.status in statuses]
+
+    @property
+    def signal(self) -> int | None:
+        return next((word.signal for word in self.words if word.signal), None)
+
+    @property
+    def out_of_time(self) -> bool:
+        return any(word.out_of_time for word in self.words)
+
+    @property
+    def rank_of_signal(self) -> int:
+        return next((rank for rank, word in enumerate(self.words) if word.signal), 0)
+
+    @property
+    def come_apart(self) -> list[int]:
+        """Ranks whose record of the run so far is not that of rank 0."""
+        first = self.words[0]
+        return [
+            r for r, w in enumerate(self.words) if w.trail != first.trail or not _alike(w.last_norm, first.last_norm)
+        ]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each rank's window; NaN for a rank that has none."""
+        means = []
+        for row in self.rows:
+            found = [tally for name, tally in row.items() if name.startswith("loss/")]
+            means.append(sum(t.mean for t in found) / len(found) if found else math.nan)
+        return means
+
+    @property
+    def suspects(self) -> list[int]:
+        """All ranks, the likeliest to be at fault first: who raised, who has numbers that are not finite, the larger loss."""
+
+        def suspicion(rank: int) -> tuple[bool, int, float, int]:
+            failed = self.words[rank].status >= Status.FAILED
+            row = self.rows[rank] if self.rows else {}
+            num_bad = sum(not math.isfinite(tally.total) for tally in row.values())
+            loss = self.losses[rank] if self.rows else 0.0
+            return not failed, -num_bad, -loss if math.isfinite(loss) else 0.0, rank
+
+        return sorted(range(len(self.words)), key=suspicion)
+
+
+def _alike(one: float, other: float) -> bool:
+    return (math.isnan(one) and math.isnan(other)) or one == other or abs(one - other) <= 1e-6 * abs(other)
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """A rank's own decision about a refused step, for the others."""
+
+    decision: Decision
+    is_bystander: bool = False
+    """It only heard that another rank raised, so what its guards say of the step means nothing."""
+    late_error: str | None = None
+    """Its backward raised after it had told the others that its step is fine."""
+
+
+def merged(opinions: Sequence[Opinion], suspects: Sequence[int]) -> Decision:
+    """One decision for all: every guard's most severe verdict over the ranks, in the words of the likeliest culprit."""
+    verdicts: dict[str, Verdict] = {}
+    for rank in suspects:
+        if opinions[rank].is_bystander:
+            continue
+        for guard, verdict in opinions[rank].decision.verdicts.items():
+            if guard not in verdicts or _outweighs(verdict, verdicts[guard]):
+                verdicts[guard] = _of_rank(verdict, rank)
+    for rank in suspects:
+        if (text := opinions[rank].late_error) is not None:
+            evidence = {"signal": "exception", "value": math.nan, "rank": rank}
+            verdicts["loop"] = Verdict(Action.SKIP, reason=f"on rank {rank}, {text}", evidence=evidence)
+            break
+    return merge(verdicts.items())
+
+
+def _outweighs(verdict: Verdict, other: Verdict) -> bool:
+    """More severe; or as severe, and it can name samples where the other cannot."""
+    if verdict.action is not other.action:
+        return verdict.action > other.action
+    return bool(verdict.evidence.get("rows")) and not other.evidence.get("rows")
+
+
+def _of_rank(verdict: Verdict, rank: int) -> Verdict:
+    if verdict.action is Action.COMMIT:
+        return verdict
+    return replace(verdict, evidence={**verdict.evidence, "rank": rank})
+
+
+@dataclass
+class Share:
+    """What a refused step means for this rank's own window."""
+
+    guilty: dict[int, list[int]] = field(default_factory=dict)
+    """Its guilty samples, by micro-batch."""
+    droppable: dict[int, list[int]] = field(default_factory=dict)
+    """Those that a replay has shown to be guilty, and that may be left out."""
+    all_can_drop: bool = False
+    """Some rank has such samples, and every guilty rank's step can do without its own."""

@@ -1,0 +1,175 @@
+"""`--nproc N`: the same command in several processes on this machine.
+
+torch's elastic launcher starts them and ends the others when one fails. Here: where their output goes, whose failure it was,
+and which exit code that makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RankError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+EXIT_CODE = "exit_code"
+TAIL = 60
+"""Lines of a failing rank's error output that are shown."""
+
+
+def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Callable[[str], None]) -> int:
+    """Run `safetrain ARGUMENTS` in so many processes; returns 0, or the exit code of the rank that failed first.
+
+    The output of every rank is kept in `logs/` of the run directory; that of rank 0 is also shown.
+    """
+    from torch.distributed.elastic.agent.server.api import SignalException  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError(
+            "--nproc starts processes, and this is already one that a launcher has started (RANK is set).\n"
+            "To fix: leave --nproc out, or start the command without torchrun and accelerate launch."
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
+    logs = _new_directory(run_dir / "logs")
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says is said here
+    scratch = tempfile.TemporaryDirectory()  # for what torch itself would keep of the ranks
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        logs_specs=_rank_logs(logs, scratch.name),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        role="",
+        log_line_prefix_template="${role_name}",  # nothing: what rank 0 prints is shown as it is
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "safetrain", *arguments)
+    except ChildFailedError as error:
+        return _report(error.failures, logs, say)
+    except SignalException as error:
+        say(f"interrupted by signal {int(error.sigval)}; the output of each rank is in {logs}")
+        return 128 + int(error.sigval)
+    finally:
+        scratch.cleanup()
+    return 0
+
+
+def without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """The arguments without an option and its value, in either spelling."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def record_failure(error: BaseException, code: int) -> None:
+    """Leave word, for whoever launched this process, that it failed by itself and not because another did, and with which exit
+    code: the launcher may end it before it comes to that."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or isinstance(error, RankError):
+        return
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    about = {"message": f"{type(error).__name__}: {error}", "extraInfo": {}}
+    about["extraInfo"] = {"py_callstack": trace, "timestamp": str(int(time.time())), EXIT_CODE: code}
+    try:
+        Path(file).write_text(json.dumps({"message": about}))
+    except OSError:
+        logging.getLogger("safetrain").warning("the failure of this rank could not be recorded in %s", file)
+
+
+def _new_directory(parent: Path) -> Path:
+    """One for each launch: a resumed run keeps the output of the one before."""
+    number = 1
+    while True:
+        path = parent / str(number)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _rank_logs(directory: Path, scratch: str) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
+
+    class RankLogs(DefaultLogsSpecs):
+        """Files that are named after their rank, in one directory."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            made = super().reify(envs)
+
+            def renamed(paths: dict[int, str]) -> dict[int, str]:
+                return {rank: _named_after_rank(path, rank, directory) for rank, path in paths.items()}
+
+            names = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
+            changes: dict[str, Any] = {name: renamed(getattr(made, name)) for name in names}
+            dest = dataclasses.replace(made, **changes)
+            for rank, file in dest.error_files.items():
+                envs[rank]["TORCHELASTIC_ERROR_FILE"] = file
+            return dest
+
+    # A terminal stays rank 0's own, so that it can draw on it; its errors are kept in any case.
+    shown = Std.ERR if sys.stdout.isatty() else Std.ALL
+    redirected = dict.fromkeys(range(1, 4096), Std.ALL) | {0: shown}
+    return RankLogs(log_dir=scratch, redirects=redirected, tee={0: shown})
+
+
+def _named_after_rank(path: str, rank: int, directory: Path) -> str:
+    if not path or path == os.devnull:
+        return path
+    return str(directory / f"rank-{rank}.{Path(path).name}")
+
+
+def _recorded_code(error_file: str) -> int | None:
+    try:
+        code = json.loads(Path(error_file).read_text())["message"]["extraInfo"].get(EXIT_CODE)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # none, or torch's own, which is written otherwise
+        return None
+    return code if isinstance(code, int) else None
+
+
+def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str], None]) -> int:
+    """Say whose failure it was, in its own words."""
+    # A rank that only heard of another's failure leaves no word of its own.
+    ranks = sorted(failures, key=lambda rank: (not Path(failures[rank].error_file).is_file(), failures[rank].timestamp))
+    rank, failure = ranks[0], failures[ranks[0]]
+    code = _recorded_code(failure.error_file)
+    if code is None:
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    errors = logs / f"rank-{rank}.stderr.log"
+    lines = errors.read_text(errors="replace").splitlines() if errors.is_file() else []
+    shown = logs / "rank-0.stderr.log"  # when it came
+    known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()
+    if not known.issuperset(lines):
+        say("\n".join(["", f"rank {rank} says:", *lines[-TAIL:]]))
+    say(f"\nrank {rank} failed first, with exit code {code}; the output of each rank is in {logs}")
+    return code

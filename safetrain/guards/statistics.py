@@ -1,0 +1,83 @@
+"""How training began: the loss and the size of the weights at its start, and what the first steps made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.history import Smooth
+from ..core.verdict import Action, Verdict
+
+
+@dataclass
+class Beginning:
+    """Numbers of committed steps only."""
+
+    num_seen: int = 0
+    start: float = math.inf
+    best: float = math.inf
+    smooth: Smooth = field(default_factory=lambda: Smooth(0.9))
+    """Of the losses after the first."""
+    start_size: float | None = None
+
+    def learn(self, loss: float, size: float | None) -> None:
+        self.num_seen += 1
+        if self.num_seen == 1:
+            self.start, self.start_size = loss, size
+        elif self.smooth.add(loss) < self.best:
+            self.best = self.smooth.mean
+
+    def went_astray(self, after: int | None, rise: float, size: float | None) -> Verdict | None:
+        """The loss is above its start and the weights have grown by half. A first batch that was easy by chance looks the same
+        but for the weights, so what this asks for is confirmed with the weights of the start before it is done."""
+        if self.num_seen != after or self.start_size is None or size is None:
+            return None
+        if self.smooth.mean <= raised(self.start, rise) or size <= 1.5 * self.start_size:
+            return None
+        reason = (
+            f"the first {self.num_seen} steps raised the loss from {self.start:.4g} to a mean of {self.smooth.mean:.4g}"
+        )
+        return self._restart(
+            reason, margin=0.02
+        )  # not just as good, which is what a schedule that warms up slowly gives
+
+    def led_nowhere(self, after: int, rise: float) -> Verdict | None:
+        """The loss was never below its start, and is far above it. Confirmed like the other."""
+        if self.num_seen != after or self.best < self.start or self.smooth.mean <= raised(self.start, rise):
+            return None
+        return self._restart(
+            f"after {self.num_seen} steps the loss ({self.smooth.mean:.4g}) was never below its start ({self.start:.4g})",
+            margin=rise,
+        )
+
+    def _restart(self, reason: str, margin: float) -> Verdict:
+        """`margin`: by which share the loss must be above that of the start in the same step to confirm it."""
+        evidence = {
+            "signal": "loss",
+            "value": self.smooth.mean,
+            "restart": True,
+            "doubtful": "start",
+            "margin": margin,
+        }
+        return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_seen": self.num_seen,
+            "start": self.start if self.num_seen else None,
+            "best": self.best if math.isfinite(self.best) else None,
+            "smooth": [self.smooth.mean, self.smooth.count],
+            "start_size": self.start_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_seen, self.start_size = state["num_seen"], state["start_size"]
+        self.start, self.best = (math.inf if state[name] is None else state[name] for name in ("start", "best"))
+        self.smooth = Smooth(0.9, *state["smooth"])
+
+
+def raised(loss: float, share: float) -> float:
+    """Above the loss by a share of it, whatever its sign."""
+    return loss + share * abs(loss)

@@ -1,0 +1,228 @@
+"""An incident on disk: what it says, and everything a replay of its step needs.
+
+    incidents/step-000042/   incident.json   what was found, for programs
+                             report.md       the same, for people
+                             report.html     the same, as a page
+                             replay.pt       batch, random state, weights, buffers, modes, patches, islands, optimizer
+
+The config that builds the model is that of the run, two directories up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.plain import rebuild, to_loadable
+from ..core.files import replacing, to_json, write_text
+from ..core.incident import SCHEMA, Incident
+from ..core.rundir import CHECKPOINTS
+from ..errors import UsageError
+from ..precision.islands import islands_of
+from ..tensors.sharded import is_sharded
+from . import render as incident_report
+from .batch_codec import encode, tensors_of
+
+if TYPE_CHECKING:
+    from ..recovery import Case
+    from ..trainer.trainer import SafeTrainer
+
+INCIDENT, REPLAY, INCIDENTS = "incident.json", "replay.pt", "incidents"
+REPLAY_SCHEMA = 1
+CONTENTS = {
+    "schema", "random_state", "precision", "loss_scale", "loss", "num_committed", "is_late", "eval_mode", "islands", "patches",
+    "window", "model", "buffers", "beside", "checkpoint", "optimizer",
+}  # fmt: skip
+
+
+def write_report(directory: Path, incident: Incident) -> None:
+    write_text(directory / INCIDENT, to_json(incident.to_dict(), indent=2) + "\n")
+    incident_report.write_report(incident, directory)
+    from ..report import write_incident_page  # only a run with incidents pays for the import
+
+    write_incident_page(directory, incident)
+
+
+# ---- writing what a replay needs -----------------------------------------------------------------------------------
+
+
+def write_replay(directory: Path, trainer: SafeTrainer, case: Case) -> list[str]:
+    """Call it while the state is that from before the step; says what had to be left out.
+
+    Nothing larger than `forensics.max_bundle_mb` is kept. Instead of weights that are, the checkpoint that holds them is named.
+    """
+    left_out: list[str] = []
+    room = trainer.config.forensics.max_bundle_mb * 2**20
+    model = trainer.model
+    contents: dict[str, Any] = {
+        "schema": REPLAY_SCHEMA,
+        "random_state": case.random_state.to_plain(),
+        "precision": trainer.engine.precision,
+        "loss_scale": case.view.loss_scale,
+        # The mean over several micro-batches, or ranks, is rounded in another way, so only a single loss can be compared.
+        "loss": case.view.loss if len(case.window) == 1 and trainer.engine.world_size == 1 else None,
+        "num_committed": trainer.run.result.steps,
+        "is_late": case.is_late,
+        "eval_mode": [name for name, module in model.named_modules() if not module.training],
+        "islands": islands_of(model),
+        "patches": trainer.patches.state_dict()["patches"],
+        "window": None,
+        "model": None,
+        "buffers": {},
+        "beside": [],
+        "checkpoint": None,
+    }
+    try:
+        window = [encode(batch) for batch in case.window]
+        room -= _num_bytes(window)
+        if room >= 0:
+            contents["window"] = window
+        else:
+            left_out.append("the batch, which is larger than forensics.max_bundle_mb")
+    except Exception as error:  # whatever the objects in the batch raise when they are taken apart
+        left_out.append(f"the batch, which cannot be kept ({type(error).__name__}: {error})")
+    weights = {} if (is_spread := is_sharded(trainer.model)) else _weights(trainer)
+    if not is_spread and _num_bytes(weights) <= room:
+        contents |= weights
+        room -= _num_bytes(weights)
+    else:
+        contents["checkpoint"] = _checkpoint_of(trainer)
+        why = "spread over the ranks (FSDP2)" if is_spread else "larger than forensics.max_bundle_mb"
+        left_out.append(f"the weights, which are {why}")
+    contents["optimizer"] = _optimizer(trainer, case, room, left_out)
+    with replacing(directory / REPLAY) as path:
+        torch.save(contents, path)
+    return left_out
+
+
+def _weights(trainer: SafeTrainer) -> dict[str, Any]:
+    """Of the model, of its buffers that are not in its state_dict, and of modules that the step uses beside it."""
+    own = trainer.model.state_dict()
+    transient = {name: buffer for name, buffer in trainer.model.named_buffers() if name not in own}
+    beside = [module.state_dict() for module in trainer._modules_beside()]
+    kept = {"model": own, "buffers": transient, "beside": beside}
+    return {part: _on_host(values) for part, values in kept.items()}
+
+
+def _on_host(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    if isinstance(values, Mapping):
+        return {name: _on_host(value) for name, value in values.items()}
+    return [_on_host(value) for value in values] if type(values) is list else to_loadable(values, "the model")
+
+
+def _optimizer(trainer: SafeTrainer, case: Case, room: float, left_out: list[str]) -> dict[str, Any]:
+    """Its settings; its moments too when the update is what went wrong."""
+    state = trainer.optimizer.state_dict()
+    if is_sharded(trainer.model):
+        return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
+    if case.incident.origin.phase == "optimizer" or case.incident.trigger.signal == "update":
+        if _num_bytes(state["state"]) <= room:
+            return _on_host(to_loadable(state, "the optimizer"))  # type: ignore[no-any-return]
+        left_out.append("the optimizer's moments, which are larger than forensics.max_bundle_mb")
+    return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
+
+
+def _checkpoint_of(trainer: SafeTrainer) -> dict[str, Any] | None:
+    """The newest checkpoint; `is_exact` when no step was committed since, so that it holds the very weights."""
+    from ..checkpoint import CheckpointStore
+    from ..checkpoint.manifest import Damaged, read_manifest
+
+    run = trainer.run
+    for path in reversed(CheckpointStore(run.shared_dir / CHECKPOINTS).paths()):
+        with contextlib.suppress(Damaged):
+            manifest = read_manifest(path)
+            is_newer = not run.rollback_steps or manifest.step > run.rollback_steps[-1]
+            is_exact = is_newer and manifest.num_committed == run.result.steps
+            return {"path": f"{CHECKPOINTS}/{path.name}", "num_committed": manifest.num_committed, "is_exact": is_exact}
+    return None
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bundle:
+    directory: Path
+    incident: Incident
+    """As it was recorded."""
+    contents: dict[str, Any]
+    """Of `replay.pt`."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory.parent.parent
+
+
+def read_bundle(path: str | Path) -> Bundle:
+    """A bundle from its directory. Loading it can run nothing: neither pickled code nor the classes in its batch."""
+    directory = Path(path)
+    directory = (directory.parent if directory.is_file() else directory).resolve()
+    incident = read_incident(directory)
+    file = directory / REPLAY
+    if not file.is_file():
+        raise UsageError(
+            f"{path} has no {REPLAY}, so its step cannot be replayed.\n"
+            "To fix: choose another incident of the run; forensics.max_incidents says how many are kept whole."
+        )
+    try:
+        contents = torch.load(file, map_location="cpu", weights_only=True)
+        is_known = isinstance(contents, dict) and contents.get("schema") == REPLAY_SCHEMA
+    except Exception as error:  # a forged file can make its reader raise anything, but never run anything
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{file} is not as safetrain wrote it, and nothing of it was run: {what}\n"
+            "To fix: get the bundle again from where the run was."
+        ) from error
+    if not is_known or not contents.keys() >= CONTENTS:
+        raise UsageError(
+            f"{file} is of a format that this safetrain does not know.\nTo fix: use the version that wrote it."
+        )
+    return Bundle(directory, incident, contents)
+
+
+def read_incident(directory: Path) -> Incident:
+    """The incident of a bundle, from its `incident.json`."""
+    file = directory / INCIDENT
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        incident = incident_from(fields)
+    except OSError as error:
+        raise UsageError(
+            f"{directory} is not an incident's directory: {INCIDENT} cannot be read ({error.strerror}).\n"
+            "To fix: give one like RUN/incidents/step-000042; safetrain diagnose RUN lists them."
+        ) from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{file} is not as safetrain wrote it ({error}).\nTo fix: get the bundle again.") from error
+    incident.path = f"{INCIDENTS}/{directory.name}"
+    return incident
+
+
+def incident_from(fields: dict[str, Any]) -> Incident:
+    """From what `Incident.to_dict` gave; numbers that JSON has no place for were strings."""
+    if fields.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {fields.get('schema')!r}, and this safetrain knows {SCHEMA}")
+    incident = rebuild(Incident, {name: value for name, value in fields.items() if name != "id"})
+    incident.trigger.value = _number(incident.trigger.value)
+    for remedy in incident.remedies:
+        remedy.loss = _number(remedy.loss)
+    for operand in (*incident.origin.inputs, *incident.origin.outputs):
+        operand.update({key: _number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
+    return incident
+
+
+def _number(value: Any) -> Any:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value

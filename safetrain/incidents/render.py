@@ -1,0 +1,356 @@
+"""An incident for people: a compact block while a run goes on, a longer one to study, and `report.md`."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.files import write_text
+
+if TYPE_CHECKING:
+    from ..core.incident import Incident
+
+LABEL = 14
+"""Columns that the label of a paragraph takes, after an indent of two."""
+NUMBER = 8
+"""Columns that the mark and the number of a line of source take."""
+NUM_SAMPLES = 12
+"""Sample indices that are listed; the rest is counted."""
+
+
+_LONG_LIST = re.compile(rf"\[\d+(?:, \d+){{{NUM_SAMPLES},}}\]")
+
+
+def _shortened(found: re.Match[str]) -> str:
+    numbers = found[0][1:-1].split(", ")
+    return f"[{', '.join(numbers[:3])}, … {numbers[-1]}: {len(numbers)} in all]"
+
+
+WIDTH = 100
+"""Columns where there is no terminal."""
+
+
+def width() -> int:
+    """Columns to write for: those of the terminal, within what reads well."""
+    return min(max(shutil.get_terminal_size((WIDTH, 24)).columns, 50), 120)
+
+
+def compact(incident: Incident, command: str = "", is_repeated: bool = False) -> list[str]:
+    """The five questions in about ten lines: one line of source around the blamed one, the inputs in one row.
+
+    `command` is what replays the step. One that `is_repeated` was explained before, so only where and what is said.
+    """
+    inputs, more = _inputs(incident) + _plain_divisor(incident), 0 if width() >= 80 else 2
+    if is_repeated:
+        why = paragraph("WHY", f"{incident.cause.label}, as explained above")
+        return [*_first_bad_operation(incident, 0), *why, *_samples(incident), *replay_rows(incident, command)]
+    return [
+        *_first_bad_operation(incident, context=1),
+        *paragraph("WHY", _why(incident), max_lines=2 + more),
+        *paragraph("INPUTS", _whose_inputs(incident) + inputs if inputs else "", max_lines=2 + more),
+        *_samples(incident),
+        *paragraph("FIX", _fix(incident), max_lines=4 + more),
+        *replay_rows(incident, command),
+    ]
+
+
+def replay_rows(incident: Incident, command: str) -> list[str]:
+    """How the replay went, and the command for another, in one piece: it is to be copied."""
+    found = row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident))
+    if not command or not sys.stdout.isatty() or len(found) <= width():
+        return [found]
+    return [row("REPLAY", replayed(incident)), f"  {printable(command)}"]
+
+
+def answers(incident: Incident) -> list[str]:
+    """The five questions at length, one labelled paragraph each, with the remedies that were tried."""
+    lines = [*_first_bad_operation(incident, context=3), *paragraph("WHY", _why(incident))]
+    for index, operand in enumerate(incident.origin.inputs[:6]):
+        whose = _whose_inputs(incident) if index == 0 else ""
+        lines += paragraph("INPUTS" if index == 0 else "", whose + describe_operand(operand))
+    lines += [*_samples(incident), *paragraph("FIX", _fix(incident))]
+    for index, remedy in enumerate(incident.remedies):
+        loss = f", loss {remedy.loss:.6g}" if remedy.finite and remedy.loss is not None else ""
+        outcome = f"finite{loss}" if remedy.finite else "still bad"
+        lines += paragraph("TRIED" if index == 0 else "", f"{remedy.detail or remedy.name}: {outcome}")
+    return [*lines, *paragraph("REPLAY", replayed(incident))]
+
+
+def row(label: str, text: str) -> str:
+    """The text beside its label, in one piece: a command must be copied whole."""
+    return f"  {label:{LABEL}}{printable(text)}"
+
+
+def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
+    """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
+    lines = textwrap.wrap(
+        printable(_LONG_LIST.sub(_shortened, text)),
+        width() - LABEL - 2,
+        max_lines=max_lines,
+        placeholder=" …",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [f"  {label if index == 0 else '':{LABEL}}{line}".rstrip() for index, line in enumerate(lines)]
+
+
+def printable(text: str) -> str:
+    """Without control characters, which would do something to a terminal: they are shown as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _first_bad_operation(incident: Incident, context: int) -> list[str]:
+    place, *source = source_lines(incident, context) or [""]
+    at = "first used at" if incident.origin.phase in ("data", "params") else "at"
+    lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at} {place}" if place else ""))
+    indent = " " * (LABEL + 2) if width() >= 80 else "  "
+    return [*lines, *(f"{indent}{part}" for line in source for part in _fitted(line, width() - len(indent)))]
+
+
+def _fitted(line: str, columns: int) -> list[str]:
+    """A line of source on a narrow terminal: the blamed one is broken and never cut, those around it are cut."""
+    if len(line) <= columns or not sys.stdout.isatty():
+        return [line]
+    if not line.startswith(">"):
+        return [f"{line[: columns - 1]}…"]
+    code = line[NUMBER:]
+    first = textwrap.wrap(code, columns - NUMBER, break_on_hyphens=False, drop_whitespace=False) or [code]
+    return [f"{line[:NUMBER] if index == 0 else ' ' * NUMBER}{part}" for index, part in enumerate(first)]
+
+
+def headline(incident: Incident) -> str:
+    origin = incident.origin
+    if origin.phase == "unknown":
+        return "not found"
+    where = {"<loss>": "in the loss function", "<data>": "in the batch", "": "in the root module"}.get(
+        origin.module or "", f"in {origin.module}"
+    )
+    kind = f" ({origin.module_type})" if origin.module_type else ""
+    if origin.phase == "data":
+        return "none: the batch itself is bad"
+    if origin.phase == "params":
+        return f"none: a parameter or buffer {where}{kind} was bad before the step"
+    op = f"{origin.name} ({origin.op})" if origin.op and origin.op != origin.name else f"{origin.name or origin.op}"
+    if origin.phase == "backward":
+        op = f"the derivative of {origin.name} (computed by {origin.op})"
+    return f"{op}, {origin.phase}, {where}{kind}"
+
+
+def source_lines(incident: Incident, context: int = 3) -> list[str]:
+    """File and line, then the blamed line in its context, marked; only that line when the file has changed or is gone."""
+    origin = incident.origin
+    if origin.file is None or origin.line is None:
+        return []
+    linecache.checkcache(origin.file)
+    source = linecache.getlines(origin.file)
+    if len(source) < origin.line or source[origin.line - 1].strip() != (origin.code or ""):
+        shown = [(origin.line, origin.code or "")]
+    else:
+        first = max(1, origin.line - context)
+        last = min(len(source), origin.line + context)
+        if source[origin.line - 1][0].isspace():  # what is not indented any more is another function
+            last = next((n for n in range(origin.line, last) if not source[n][0].isspace()), last)
+        text = textwrap.dedent("".join(source[first - 1 : last])).splitlines()
+        shown = list(enumerate(text, first))
+        while not shown[-1][1].strip():
+            shown.pop()
+        while not shown[0][1].strip():
+            shown.pop(0)
+    return [
+        f"{printable(as_typed(origin.file))}:{origin.line}",
+        *(f"{'>' if n == origin.line else ' '} {n:4}  {printable(line)}".rstrip() for n, line in shown),
+    ]
+
+
+def as_typed(file: str) -> str:
+    """Relative when it lies below the current directory."""
+    below = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if below.startswith("..") else below
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _inputs(incident: Incident) -> str:
+    return "; ".join(describe_operand(operand) for operand in incident.origin.inputs[:4])
+
+
+def _whose_inputs(incident: Incident) -> str:
+    """In the backward pass they are not what the line above them computes with."""
+    return "of the derivative: " if incident.origin.phase == "backward" else ""
+
+
+def _plain_divisor(incident: Incident) -> str:
+    """A divisor that is no tensor is not among the operands, and must be what is zero."""
+    origin = incident.origin
+    is_plain = origin.name == "div" and origin.phase == "forward" and len(origin.inputs) == 1
+    return "; other: the number 0" if is_plain and incident.cause.label == "division_by_zero" else ""
+
+
+def _why(incident: Incident) -> str:
+    explanation, inputs = incident.cause.explanation, _inputs(incident)
+    if inputs:  # they are listed below
+        explanation = explanation.replace(inputs, "the inputs below")
+    return f"{incident.cause.label}: {explanation}"
+
+
+def _samples(incident: Incident) -> list[str]:
+    return paragraph("SAMPLES", f"{listed(incident.samples)} of the batch, counted from 0") if incident.samples else []
+
+
+def listed(numbers: list[int]) -> str:
+    rest = f" and {len(numbers) - NUM_SAMPLES} more" if len(numbers) > NUM_SAMPLES else ""
+    return ", ".join(map(str, numbers[:NUM_SAMPLES])) + rest
+
+
+def _fix(incident: Incident) -> str:
+    if not incident.fix or "Verified:" in incident.fix or any(remedy.finite for remedy in incident.remedies):
+        return incident.fix
+    if incident.remedies:
+        return f"{incident.fix} (not verified: nothing that was tried kept the step finite)"
+    return f"{incident.fix} (not verified: no remedy was tried on this step)"
+
+
+def replayed(incident: Incident) -> str:
+    reproduced = {
+        True: "reproduced",
+        False: "not reproduced: a transient fault",
+        None: "not compared with the original",
+    }
+    deterministic = {True: ", twice the same", False: ", but not twice the same", None: ""}
+    return reproduced[incident.replay.reproduced] + deterministic[incident.replay.deterministic]
+
+
+def describe_operand(operand: dict[str, Any]) -> str:
+    """`self: 12 zeros, 3 negative of 4096 values in [-1, 2], smallest magnitude 3e-39`."""
+    if "count" not in operand:
+        bounds = f" in [{operand['min']}, {operand['max']}]" if "min" in operand else ""
+        return f"{operand['name']}: {operand['dtype']} {operand['shape']}{bounds}"
+    words = (("zeros", "zero"), ("negatives", "negative"), ("nan", "NaN"), ("inf", "+inf"), ("neg_inf", "-inf"))
+    special = ", ".join(f"{operand[key]} {word}" for key, word in words if operand[key])
+    text = f"{operand['name']}: {special + ' of ' if special else ''}{operand['count']} values"
+    if "min" in operand:
+        text += f" in [{operand['min']:.4g}, {operand['max']:.4g}]"
+    smallest = operand.get("smallest", math.inf)
+    return text + (f", smallest magnitude {smallest:.3g}" if smallest < 1e-6 else "")
+
+
+# ---- report.md ------------------------------------------------------------------------------------------------------
+
+
+def write_report(incident: Incident, directory: Path) -> Path:
+    path = directory / "report.md"
+    write_text(path, markdown(incident))
+    return path
+
+
+def markdown(incident: Incident) -> str:
+    """`report.md`: readable as plain text and on a forge. What comes from user code cannot turn into markup."""
+    origin, cause, trigger = incident.origin, incident.cause, incident.trigger
+    signal = f" ({_prose(trigger.signal)} = {_prose(_number(trigger.value))})" if trigger.signal else ""
+    parts = [
+        f"# Step {incident.step}: {_title(incident)}",
+        f"Caught by {_code(trigger.guard)}{signal} at {incident.time}. "
+        f"Decision: **{incident.decision.action}**, because",
+        _bullets(incident.decision.reasons),
+        "## First bad operation",
+        f"{_prose(headline(incident))}." if incident.was_investigated else "",
+        _listing(source_lines(incident, context=4)),
+        "## Root cause",
+        f"{_code(cause.label)}: {_prose(cause.explanation)}.",
+        "## Inputs of the operation",
+        _operand_table([*origin.inputs, *origin.outputs]),
+        f"Samples of the batch: {listed(incident.samples)}." if incident.samples else "",
+        "## Way of the bad value",
+        " → ".join(_code(step) for step in incident.propagation),
+        "## Fix",
+        _prose(_fix(incident)),
+        _remedy_table(incident),
+        "## Verification",
+        f"Replay: {replayed(incident)}.",
+        f"Again: {_code(f'safetrain replay {incident.path}')}, from the directory of the run." if incident.path else "",
+    ]
+    return "\n\n".join(part for part in _without_empty_sections(parts)) + "\n"
+
+
+def _title(incident: Incident) -> str:
+    if not incident.was_investigated:
+        return f"caught by {_prose(incident.trigger.guard)}"
+    return f"{_prose(incident.origin.name or 'unknown operation')}, {incident.cause.label}"
+
+
+def _without_empty_sections(parts: list[str]) -> list[str]:
+    filled = [part for part in parts if part]
+    return [
+        part
+        for part, following in zip(filled, [*filled[1:], "#"], strict=True)
+        if not (part.startswith("## ") and following.startswith("#"))
+    ]
+
+
+def _prose(text: str) -> str:
+    """Text that markdown shows as it is. Only what could become markup is escaped, so that it still reads well as text."""
+    text = printable(" ".join(str(text).split()))
+    text = re.sub(r"([\\`*<>|~])", r"\\\1", text)
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside a word it is harmless
+    return re.sub(r"\](?=[(\[:])", r"\\]", text)
+
+
+def _code(text: str) -> str:
+    text = printable(" ".join(str(text).split()))
+    fence = "`" * (_longest_run(text) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}" if text else ""
+
+
+def _listing(lines: list[str]) -> str:
+    if not lines:
+        return ""
+    fence = "`" * max(3, _longest_run("\n".join(lines)) + 1)
+    return "\n".join([_code(lines[0]), "", f"{fence}python", *lines[1:], fence])
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return "\n".join(f"- {_prose(item)}" for item in items)
+
+
+_COLUMNS = ("name", "shape", "dtype", "min", "max", "zeros", "negatives", "nan", "inf", "neg_inf")
+
+
+def _operand_table(operands: list[dict[str, Any]]) -> str:
+    if not operands:
+        return ""
+    rows = [" | ".join(_cell(operand.get(column)) for column in _COLUMNS) for operand in operands]
+    return "\n".join([f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}", *(f"| {row} |" for row in rows)])
+
+
+def _remedy_table(incident: Incident) -> str:
+    if not incident.remedies:
+        return ""
+    rows = [
+        f"| {_cell(r.name)} | {'yes' if r.finite else 'no'} | {_cell(r.loss)} | {_cell(r.detail)} |"
+        for r in incident.remedies
+    ]
+    return "\n".join(["| tried | finite | loss | what |", "|---|---|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else _prose(_number(value))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

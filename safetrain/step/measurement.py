@@ -1,0 +1,88 @@
+"""The numbers of a step on the device, packed so that they reach the host in one transfer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensors.copies import Joined
+
+
+class Measurement:
+    """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
+
+    joined_gradients: Joined | None = None
+    """What the norm was computed of, if that are the gradients in one; the norm is then not torch's to the last bit."""
+
+    def __init__(
+        self,
+        losses: Sequence[Tensor],
+        grad_norm: Tensor,
+        loss_scale: Tensor | None,
+        signals: Mapping[str, Tensor],
+        metrics: Sequence[Mapping[str, Any]],
+        window: Sequence[Any] = (),
+        joined_gradients: Joined | None = None,
+    ) -> None:
+        self.grad_norm, self.joined_gradients = grad_norm, joined_gradients
+        self.window = window
+        self.num_losses = len(losses)
+        self._signal_names = list(signals)
+        self._has_scale = loss_scale is not None
+        self._metrics = [(name, value) for each in metrics for name, value in each.items()]
+        numbers = [*losses, grad_norm]
+        if loss_scale is not None:
+            numbers.append(loss_scale)
+        numbers += signals.values()
+        numbers += [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
+        self.vector = _pack(numbers, grad_norm.device)
+
+    def losses_and_norm(self) -> Tensor:
+        """The numbers that must be finite for the step to be applied; their sum is finite only if each is."""
+        return self.vector[: self.num_losses + 1]
+
+    def unpack(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """The vector's numbers under the names that `StepView` gives them."""
+        count = self.num_losses
+        micro_losses = tuple(numbers[:count])
+        named: dict[str, Any] = {
+            "loss": micro_losses[0] if count == 1 else sum(micro_losses) / count,
+            "micro_losses": micro_losses,
+            "grad_norm": numbers[count],
+            "loss_scale": 1.0,
+            "signals": {},
+            "metrics": {},
+            "window": self._window_while_measured(),
+        }
+        if len(numbers) > count + 1 or self._metrics:
+            values = iter(numbers[count + 1 :])
+            if self._has_scale:
+                named["loss_scale"] = next(values)
+            named["signals"] = {name: next(values) for name in self._signal_names}
+            metrics = [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
+            named["metrics"] = self._mean_metrics(metrics)
+        return named
+
+    def _window_while_measured(self) -> Callable[[], Sequence[Any]]:
+        measurement = weakref.ref(self)  # the view may be kept for long, and must not keep the batches alive
+        return lambda: () if (alive := measurement()) is None else alive.window
+
+    def _mean_metrics(self, values: Sequence[float]) -> dict[str, float]:
+        by_name: dict[str, list[float]] = {}
+        for (name, _), value in zip(self._metrics, values, strict=True):
+            by_name.setdefault(name, []).append(value)
+        return {name: sum(each) / len(each) for name, each in by_name.items()}
+
+
+def _pack(tensors: list[Tensor], device: torch.device) -> Tensor:
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or tensor.device != device:
+            break
+    else:
+        return torch.stack(tensors)
+    widest = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([t.to(device, widest) for t in tensors])

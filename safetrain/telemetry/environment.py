@@ -1,0 +1,41 @@
+"""What this program runs on: versions and devices."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+PACKAGES = ("safetrain", "torch", "accelerate", "omegaconf", "tensorboard", "numpy", "safetensors", "click", "rich")
+
+
+def environment() -> dict[str, Any]:
+    facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    facts.update({package: _version(package) for package in PACKAGES})
+    facts["cpus"] = os.cpu_count()
+    return {**facts, **_devices()}
+
+
+def _version(package: str) -> str:
+    if package == "safetrain":  # true also in a source checkout that is not installed
+        from .. import __version__
+
+        return __version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        return {"cuda": f"unknown: {error}"}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cuda": torch.version.cuda or "not built in",
+        "cuda available": torch.cuda.is_available(),
+        "devices": names or ["cpu"],
+    }

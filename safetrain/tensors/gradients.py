@@ -1,0 +1,166 @@
+"""One place computes the gradient norm that is logged, judged and clipped by; one place clips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..core.view import Limits, StepView
+from ..distributed.collective import gather
+from .copies import Joined, joined
+from .sharded import any_spread, local, total_norm
+
+
+def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that exist, as dense tensors. Of a sparse one the values, each row once: its own if `_merge_rows` came before."""
+    return [
+        gradient.coalesce()._values() if gradient.is_sparse else gradient  # a row that is there twice would count twice
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+
+
+def _merge_rows(parameters: Iterable[Tensor]) -> None:
+    """Of sparse gradients, so that what `collect` gives may be written to. An update by them is rounded differently, so only
+    gradients that are clipped are changed."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+
+
+def are_uniform(parameters: Sequence[Tensor]) -> bool:
+    """Ordinary tensors of one type on one device: their gradients are so, too, and need not be sorted by that each step."""
+    kinds = {(type(p), p.dtype, p.device) for p in parameters}
+    return len(kinds) == 1 and all(kind is nn.Parameter and device.type in FOREACH for kind, _, device in kinds)
+
+
+FOREACH = ("cpu", "cuda")
+"""Devices on which `clip_grad_norm_` takes the norms of many tensors at once."""
+
+
+FEW, FEW_IN_ALL = 4096, 2**18
+"""Values of a tensor on a CPU, and of all of them, up to which many are looked at faster as copies in one."""
+
+
+def are_better_joined(parameters: Sequence[Tensor]) -> bool:
+    """So many small tensors on a CPU that it is best to look at their gradients as one; they are `are_uniform`."""
+    size = sum(parameter.numel() for parameter in parameters)
+    return (
+        parameters[0].device.type == "cpu"
+        and parameters[0].dtype in (torch.float32, torch.float64)
+        and size <= min(FEW * len(parameters), FEW_IN_ALL)
+    )
+
+
+def norm_of(gradients: Joined) -> Tensor:
+    """The global norm but for its last digits: `global_norm` sums in another order."""
+    return torch.linalg.vector_norm(gradients.values)  # type: ignore[no-any-return]
+
+
+NEAR = 2e-2
+"""Share by which `norm_of` and `global_norm` differ less, whatever the values: each is off by at most half of what rounding may
+add up to in a sum of `FEW_IN_ALL` squares, 2¹⁸ · 2⁻²⁴."""
+
+
+def global_norm(gradients: list[Tensor], uniform: bool = False) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_` computes it, bit for bit; stays on the device. `uniform`: see `are_uniform`."""
+    if uniform and gradients:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[no-any-return]
+    return total_norm(gradients) if any_spread(gradients) else get_total_norm(gradients)
+
+
+def peak(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow. In this process's parts."""
+    tensors = [local(t) for t in tensors] if any_spread(tensors) else tensors
+    filled = [numbers_of(t) for t in tensors if t.numel()]
+    if not filled:
+        return None
+    return _peak_on_cpu(filled) if all(t.is_cpu for t in filled) else get_total_norm(filled, math.inf)
+
+
+@torch.no_grad()
+def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    """There the norm of infinite order takes twenty times as long as finding both ends."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    large: list[Tensor] = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        (small.setdefault(real.dtype, []) if real.numel() <= FEW else large).append(real)
+    large += map(joined, small.values())
+    ends = [end for tensor in large for end in torch.aminmax(tensor)]
+    if any(end.dtype is not ends[0].dtype for end in ends):
+        ends = [end.double() for end in ends]
+    return torch.stack(ends).abs().amax()
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """The numbers that a tensor stores: those of a sparse one, and in a type that norms are defined for."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8
+
+
+def overflow_free_norm(gradients: Sequence[Tensor]) -> float | None:
+    """The true norm when float32 overflowed to Inf, or None when a gradient really is non-finite. Reads the host."""
+    if not gradients or not math.isfinite(scale := _largest(gradients)):
+        return None
+    return scale * float(global_norm([g / scale for g in gradients]))
+
+
+def _largest(gradients: Sequence[Tensor]) -> float:
+    """As `peak`, over all processes if the gradients are spread."""
+    largest = peak(gradients)
+    own = 0.0 if largest is None else float(largest)
+    return float(torch.tensor(gather(own)).max()) if any_spread(gradients) else own
+
+
+def clip(
+    groups: Sequence[Sequence[Tensor]],
+    parameters: Sequence[Tensor],
+    limits: Limits,
+    norm: Tensor | None,
+    view: StepView | None,
+) -> None:
+    """Bound the gradients of all parameters, and of each group of them, to `limits`, in place.
+
+    `norm` is their `global_norm` on the device, or None: then it is computed if it may be above the limit. `view` is what the host
+    knows of it, or None: then nothing is read here.
+    """
+    if limits.norm < math.inf and (view is None or view.grad_norm * (1 + NEAR) + 1e-6 > limits.norm):
+        overflowed = view is not None and view.norm_overflow
+        if norm is None:
+            norm = global_norm(collect(parameters))
+            if view is None or view.grad_norm > 1e18:  # float32 ends at 1.8e19: one of the two norms may be beyond
+                overflowed = overflowed or math.isinf(float(norm))
+        _scale(parameters, limits.norm, norm, overflowed)
+    if limits.group_norm < math.inf:
+        for group in groups:
+            if gradients := collect(group):
+                group_norm = global_norm(gradients)
+                overflowed = view is not None and view.norm_overflow and math.isinf(float(group_norm))
+                _scale(group, limits.group_norm, group_norm, overflowed)
+    if limits.value < math.inf:
+        _merge_rows(parameters)
+        for gradient in collect(parameters):
+            parts = torch.view_as_real(gradient) if gradient.is_complex() else local(gradient)
+            parts.detach().clamp_(-limits.value, limits.value)
+
+
+@torch.no_grad()
+def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, overflowed: bool) -> None:
+    _merge_rows(parameters)
+    if not overflowed and not any_spread(parameters):
+        clip_grads_with_norm_(parameters, limit, norm)
+        return
+    gradients = collect(parameters)
+    parts = [local(gradient) for gradient in gradients]
+    if not overflowed:
+        torch._foreach_mul_(parts, torch.clamp(limit / (norm + 1e-6), max=1.0).to(parts[0].device))
+        return
+    # The squares do not fit the type, so bring the gradients into its range first.
+    torch._foreach_div_(parts, _largest(gradients))
+    torch._foreach_mul_(parts, limit / float(global_norm(gradients)))

@@ -1,0 +1,101 @@
+"""One pass over the evaluation data that leaves no trace in the training state."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import progress
+from ..data.stream import BatchStream
+from ..distributed.link import Link
+from ..errors import DataError, LossError, UsageError
+from ..tensors.nest import num_samples
+from ..tensors.rng import undisturbed_rng
+from .build import split_loss
+
+RESERVED = {"step", "event", "best", "time"}
+"""What the record of an evaluation holds beside its metrics."""
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode inside, each in its own former mode afterwards (a frozen BatchNorm stays frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def evaluate(
+    model: nn.Module, step: Callable[[Any], Any], batches: BatchStream, link: Link | None = None
+) -> dict[str, float]:
+    """Mean of each metric over the batches that gave it, weighted by their samples. NaN in any batch makes the mean NaN.
+
+    Several ranks share the batches out among them, and all get the same means.
+    """
+    with link.together("in the evaluation") if link is not None else nullcontext():
+        totals, weights = _totals(model, step, batches, *((link.rank, link.world_size) if link else (0, 1)))
+    if link is not None:
+        totals, weights = _summed(link.gather((totals, weights)))
+    batches.next_epoch()
+    if not totals:
+        raise DataError("the evaluation data has no samples.\nTo fix: check its path and length, or leave it out.")
+    if taken := sorted(RESERVED & totals.keys()):
+        raise LossError(
+            f"evaluation_step returned a metric called {taken[0]!r}, which the record of a run uses itself.\nTo fix: rename it."
+        )
+    return {name: total / weights[name] for name, total in totals.items()}
+
+
+def _totals(
+    model: nn.Module, step: Callable[[Any], Any], batches: BatchStream, rank: int, world_size: int
+) -> tuple[dict[str, float], dict[str, int]]:
+    totals: dict[str, Tensor | float] = {}
+    weights: dict[str, int] = {}
+    num_batches = batches.num_batches()
+    with undisturbed_rng(), eval_mode(model), torch.no_grad():
+        for index in itertools.count():
+            if not (window := batches.take(1)):
+                break
+            progress.note("batch", index + 1, num_batches)
+            count = num_samples(window[0])
+            if count == 0 or index % world_size != rank:
+                continue
+            loss, metrics = split_loss(step(window[0]), "evaluation_step")
+            for name, value in {"loss": loss, **metrics}.items():
+                value = value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
+                totals[name] = totals.get(name, 0.0) + value * count
+                weights[name] = weights.get(name, 0) + count
+    return {name: float(total) for name, total in totals.items()}, weights
+
+
+def _summed(parts: Iterable[tuple[Mapping[str, float], Mapping[str, int]]]) -> tuple[dict[str, float], dict[str, int]]:
+    totals: dict[str, float] = {}
+    weights: dict[str, int] = {}
+    for part, counts in parts:
+        for name, total in part.items():
+            totals[name] = totals.get(name, 0.0) + total
+            weights[name] = weights.get(name, 0) + counts[name]
+    return totals, weights
+
+
+def is_better(metrics: Mapping[str, float], best: Mapping[str, float] | None, monitor: str, mode: str) -> bool:
+    """Whether these metrics beat the best so far. NaN is worse than any number, also than none at all."""
+    if monitor not in metrics:
+        raise UsageError(
+            f"loop.monitor is {monitor!r}, which evaluation_step did not return (it returned {', '.join(metrics)}).\n"
+            "To fix: set loop.monitor to one of these."
+        )
+    value = metrics[monitor]
+    if math.isnan(value):
+        return False
+    return best is None or (value < best[monitor] if mode == "min" else value > best[monitor])

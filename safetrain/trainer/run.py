@@ -1,0 +1,374 @@
+"""The record of a run: its directory, what has happened so far, and everyone who is told about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import Loaded, open_store
+from ..checkpoint.compatibility import check_changes
+from ..checkpoint.plain import rebuild
+from ..config import load_config, to_yaml
+from ..config.schema import Config
+from ..core.files import to_json, write_text
+from ..core.incident import Cause, Incident, Outcome, Trigger
+from ..core.result import FitResult
+from ..core.rundir import CHECKPOINTS, CONFIG, SUMMARY, RunLock, create_run_dir, existing_run_dir, holds_run
+from ..core.verdict import Action, Decision
+from ..core.view import StepView
+from ..distributed.collective import by_first
+from ..errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
+from ..incidents import bundle
+from ..recovery import Case, Settlement
+from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
+
+COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
+HISTORIES = ("refused_steps", "dynamics_steps", "rollback_steps")
+RESULT_FIELDS = (
+    "steps",
+    "skipped",
+    "rollbacks",
+    "steps_undone",
+    "overflows",
+    "epochs",
+    "final_loss",
+    "evaluations",
+    "best",
+)
+
+
+class Run:
+    def __init__(self, config: Config, asked_dir: str | Path | None, rank: int, resume: bool | str = False) -> None:
+        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
+        self.config, self.rank = config, rank
+        self.dir: Path | None = None
+        self._named_dir: Path | None = None
+        self.telemetry = Telemetry()
+        self.resumed: Loaded | None = None
+        """The checkpoint that this run goes on from."""
+        self._journal: JournalFile | None = None
+        self._lock: RunLock | None = None
+        self._begin = time.perf_counter()
+        self._seconds_before = 0.0
+        self._notes: list[str] = []
+        self.shared_dir: Path
+        """The run's directory, also for processes that do not write into it by themselves."""
+        self._open_dir(asked_dir, resume)
+        self.result = FitResult(run_dir=self._named_dir)
+        self.signal: int | None = None
+        """The signal that asked the run to end, if one did."""
+        self.consecutive_refusals = 0
+        self.consecutive_overflows = 0
+        self.num_refusals = 0
+        self.refused_steps: deque[int] = deque(maxlen=1000)
+        self.dynamics_steps: deque[int] = deque(maxlen=1000)
+        self.rollback_steps: deque[int] = deque(maxlen=1000)
+        self.num_restarts = 0
+        self.guard_seconds = 0.0
+        """Spent by this process on what guards do in each step."""
+        self._losses = array("d")
+
+    def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
+        """Of several processes the first owns the directory; all go on from the same checkpoint, or all raise."""
+        try:
+            self._named_dir, self.shared_dir, resume = by_first(lambda: self._claim_dir(asked, resume))
+            point = self._find_checkpoint() if resume else None
+            by_first(lambda: self._open_files(point))
+        except OSError as error:
+            self._release()
+            raise RunDirectoryError(
+                f"the run directory {self._named_dir or asked} cannot be written to: {error}.\n"
+                "To fix: free some space or give a directory you can write to (--out or run_dir)."
+            ) from error
+        except BaseException:
+            self._release()
+            raise
+
+    def _claim_dir(self, asked: str | Path | None, resume: bool | str) -> tuple[Path, Path, bool]:
+        if resume not in (False, True, "auto", "force"):
+            raise UsageError(f"resume must be False, True, 'auto' or 'force', not {resume!r}.")
+        if resume == "auto":
+            resume = asked is not None and bool(holds_run(asked))
+        named = self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
+        self.dir = named.absolute()  # user code may change the working directory
+        self._lock = RunLock(self.dir)
+        if resume:
+            changed = check_changes(load_config(self.dir / CONFIG), self.config, force=resume == "force")
+            self._notes += [f"the config was changed for this resume: {change}" for change in changed]
+        return named, self.dir, bool(resume)
+
+    def _open_files(self, point: ResumePoint | None) -> None:
+        assert self.dir is not None
+        if point is None:
+            self.write_config()
+        self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
+        if self._journal.num_missing:
+            self._notes.append(
+                f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"
+            )
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _find_checkpoint(self) -> ResumePoint:
+        """Choose the checkpoint to go on from; nothing is changed unless there is one, or the run never had any."""
+        store = open_store(self.shared_dir / CHECKPOINTS, self.config.loop.rank_timeout_seconds)
+        self.resumed = store.load_newest()
+        store.clean()
+        if self.resumed is None:
+            self._notes.append("this run had no checkpoint yet: it starts from the beginning")
+            return ResumePoint()
+        self._notes += [f"{name} was passed over: {reason}" for name, reason in self.resumed.passed_over.items()]
+        store.set_aside(self.resumed.passed_over)
+        record = self.resumed.state.rest["progress"]["run"]
+        return ResumePoint(
+            self.resumed.manifest.step,
+            record["journal_position"],
+            record["result"]["skipped"],
+            record["result"]["rollbacks"],
+        )
+
+    def write_config(self) -> None:
+        """Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
+        if self.dir is not None:
+            write_text(self.dir / CONFIG, to_yaml(self.config))
+
+    def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
+        """Announce the run, and once what is to be said about it."""
+        self.telemetry.vitals.gauges |= {
+            "perf/guards_percent": lambda: (
+                100 * (self.result.timing.get("guards", 0.0) + self.guard_seconds) / self.seconds
+            ),
+            "perf/recovery_seconds": lambda: self.result.timing.get("recovery", 0.0),
+        }
+        if self.resumed is not None:
+            about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
+        self.telemetry.started(about)
+        for note in (*self._notes, *notes):
+            self.telemetry.noted(note)
+
+    def warn(self, text: str) -> None:
+        """Tell everyone, also who runs without a console."""
+        logging.getLogger("safetrain").warning("%s", text)
+        self.telemetry.noted(text)
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._begin
+
+    @contextmanager
+    def phase(self, name: str, doing: str) -> Iterator[None]:
+        """Something beside the steps: its seconds are counted under that name, and it is shown while it lasts."""
+        self.telemetry.doing(doing)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent(name, time.perf_counter() - begin)
+            self.telemetry.doing(None)
+
+    def spent(self, name: str, seconds: float) -> None:
+        timing = self.result.timing
+        timing[name] = timing.get(name, 0.0) + seconds
+
+    def _count_guard_seconds(self) -> None:
+        """Guards have a counter of their own while steps are made: it is cheaper."""
+        self.spent("guards", self.guard_seconds)
+        self.guard_seconds = 0.0
+
+    @property
+    def out_of_time(self) -> bool:
+        """This process has trained for `loop.max_hours`."""
+        hours = self.config.loop.max_hours
+        return hours is not None and time.perf_counter() - self._begin >= hours * 3600
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far. What happens later is not part of the state that is saved with it."""
+        self._count_guard_seconds()
+        result = {name: getattr(self.result, name) for name in RESULT_FIELDS}
+        incidents = [dataclasses.asdict(incident) for incident in self.result.incidents]
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            **{name: list(getattr(self, name)) for name in HISTORIES},
+            "losses": torch.frombuffer(self._losses, dtype=torch.float64).clone()
+            if self._losses
+            else torch.empty(0).double(),
+            "result": {**result, "incidents": incidents},
+            "seconds": self.seconds,
+            "timing": dict(self.result.timing),
+            "journal_position": 0 if self._journal is None else self._journal.position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        for name in HISTORIES:
+            getattr(self, name).extend(state[name])
+        self._losses = array("d", state["losses"].tolist())
+        for name in RESULT_FIELDS:
+            setattr(self.result, name, state["result"].get(name, getattr(self.result, name)))
+        self.result.incidents = [rebuild(Incident, fields) for fields in state["result"]["incidents"]]
+        self._seconds_before = state["seconds"]
+        self.result.timing = dict(state.get("timing", {}))
+
+    @property
+    def step(self) -> int:
+        """Index of the step to attempt next."""
+        return len(self._losses)
+
+    def history(self, scaler_overflow: bool) -> dict[str, Any]:
+        """What a view of the next step says about the steps before it."""
+        return {
+            "consecutive_refusals": self.consecutive_refusals,
+            "refused_steps": self.refused_steps,
+            "dynamics_steps": self.dynamics_steps,
+            "rollback_steps": self.rollback_steps,
+            "num_restarts": self.num_restarts,
+            "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
+        }
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Whatever ends the run inside, its summary is written and its files are closed."""
+        self.result.status = "error"
+        try:
+            with self._signals_noted():
+                yield
+            if self.result.status == "error":
+                self.result.status = "done"
+        except TrainingStopped:
+            self.result.status = "stopped"
+            raise
+        except (Interrupted, KeyboardInterrupt):
+            self.result.status = "interrupted"
+            raise
+        finally:
+            self._count_guard_seconds()
+            self.result.seconds = self.seconds
+            self.result.losses = list(self._losses)
+            try:
+                if self.dir is not None:
+                    write_text(self.dir / SUMMARY, to_json(self.result.summary(), indent=2) + "\n")
+            except OSError as error:
+                self.warn(f"the summary could not be written: {error}")
+            self.telemetry.finished(self.result)
+            self._release()
+
+    @contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """SIGINT and SIGTERM let the step finish; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
+
+        def note(signum: int, frame: object) -> None:
+            self.signal = signum
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            # A signal to the whole process group ends the loader's workers too, of which torch would raise in the middle of a step.
+            if hasattr(signal, "SIGCHLD"):
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
+        """Note one decided step: `outcome` is the action taken, or `overflow`."""
+        self._losses.append(view.loss if view.refused_loss is None else view.refused_loss)
+        committed = outcome == "commit"
+        if committed:
+            self.result.steps += 1
+            self.result.final_loss = view.loss
+        else:
+            self.result.skipped += 1
+        if outcome == "overflow":
+            self.result.overflows += 1
+            self.consecutive_overflows += 1
+        elif committed:
+            self.consecutive_overflows = self.consecutive_refusals = 0
+        else:
+            self.consecutive_refusals += 1
+            self.num_refusals += 1
+            self.refused_steps.append(view.step)
+        self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps))
+
+    def open_incident(self, view: StepView, decision: Decision) -> Incident:
+        """An incident with what is known at once: who refused the step, and why."""
+        guard, verdict = next(
+            ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence),
+            decision.decisive,
+        )
+        trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
+
+    def close_incident(self, case: Case, settlement: Settlement) -> None:
+        """Note what was done about a refused step; keep and tell its incident."""
+        incident, view = case.incident, case.view
+        incident.decision = Outcome(str(settlement.action), [*case.decision.reasons, *settlement.reasons])
+        if settlement.action is not Action.COMMIT and case.is_step:
+            self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action))
+        if settlement.action is Action.ROLLBACK:
+            self.rollback_steps.append(view.step)
+            self.num_restarts += case.num_restarts if case.wants_restart else 0
+            self.consecutive_refusals = 0
+        if settlement.is_dynamics:
+            self.dynamics_steps.append(view.step)
+            if not case.has_non_finite_number:
+                explanation = (
+                    f"every number was finite, but training went astray: {'; '.join(incident.decision.reasons)}"
+                )
+                incident.cause = Cause("divergence", explanation)
+        self.keep(incident)
+
+    def keep(self, incident: Incident) -> None:
+        """Add an incident to the record and tell of it."""
+        self.result.incidents.append(incident)
+        if self.dir is not None and incident.path is not None:
+            try:
+                bundle.write_report(self.dir / incident.path, incident)
+            except Exception as error:  # a full disk must not end a run that survived worse
+                self.warn(f"the incident of step {incident.step} could not be written: {error}")
+        self.telemetry.incident(incident)
+
+    def open_bundle(self, incident: Incident) -> Path | None:
+        """Where to put what a replay of the incident needs; None when enough are kept already, or another rank keeps it."""
+        if len(self.result.incidents) >= self.config.forensics.max_incidents:
+            return None
+        incident.path = f"incidents/{incident.id}"
+        return self.shared_dir / incident.path if incident.rank == self.rank else None
+
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        """Committed steps are those that the weights have in them; budgets and attempts are not rewound."""
+        self.result.rollbacks += 1
+        self.result.steps_undone += self.result.steps - num_committed
+        self.result.steps = num_committed
+        self.consecutive_refusals = self.consecutive_overflows = 0
+        self.refused_steps.clear()
+        self.telemetry.rolled_back(to_step, num_committed, source)
+
+    def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
+        record = {"step": self.step, **metrics}
+        self.result.evaluations.append(record)
+        if is_best:
+            self.result.best = record
+        self.telemetry.evaluated(record, is_best)
