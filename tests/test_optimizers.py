@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,23 @@ def test_their_arguments_mean_what_torch_means_by_them(make: Any, kind: Any) -> 
     assert make(model.parameters()).defaults == kind(model.parameters(), fused=True).defaults
     with pytest.raises(ValueError, match="learning rate"):
         make(model.parameters(), lr=-1.0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_group_of_optimizers_steps(copied):
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    group = OptimizerGroup(
+        a=torch.optim.AdamW(parameters[:1], lr=0.1), b=torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    group.step()
+    other = copied(group)
+    for each in (group, other):
+        for parameter in (p for part in each.param_groups for p in part["params"]):
+            parameter.grad = torch.ones(3)
+        each.step()
+    assert_same(group.state_dict(), other.state_dict())
+    assert_same(*([p for part in each.param_groups for p in part["params"]] for each in (group, other)))

@@ -1,4 +1,4 @@
-"""Random state that is taken anew only when it has changed is always the one of now."""
+"""The captured random state is that of this moment, for every generator."""
 
 import random
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from safetrain._private.rng_memory import NumpySource, PythonSource
 from safetrain.tensors.rng import RandomState
 
 DRAWS = {
@@ -58,37 +57,14 @@ def test_a_captured_state_gives_the_same_numbers_again(draw):
     assert first == (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(()).item())
 
 
-def test_the_tables_are_copied_only_after_a_draw():
-    python, numpy = PythonSource(), NumpySource()
-    np.random.seed(0)
-    before = python.state(), numpy.state()
-    assert python.state() is before[0]
-    assert numpy.state() is before[1]
-    random.random()
-    np.random.rand()
-    assert python.state() is not before[0]
-    assert numpy.state() is not before[1]
-
-
-def test_a_generator_whose_memory_is_unknown_is_asked_each_time(monkeypatch):
-    class Unknown:
-        state: object = None
-
-    monkeypatch.setattr("safetrain._private.rng_memory._GENERATOR", Unknown)
-    numpy = NumpySource()
-    for _ in range(3):
-        assert repr(numpy.state()) == repr(np.random.get_state(legacy=False))
-        np.random.rand()
-
-
 def test_another_generator_of_numpy_is_followed():
-    numpy, known = NumpySource(), np.random.get_bit_generator()
+    known = np.random.get_bit_generator()
     try:
         for generator in (np.random.MT19937(3), np.random.PCG64(3)):
             np.random.set_bit_generator(generator)
             for _ in range(3):
-                assert repr(numpy.state()) == repr(np.random.get_state(legacy=False))
+                assert repr(RandomState.capture().numpy) == repr(np.random.get_state(legacy=False))
                 np.random.rand()
     finally:
         np.random.set_bit_generator(known)
-    assert repr(numpy.state()) == repr(np.random.get_state(legacy=False))
+    assert repr(RandomState.capture().numpy) == repr(np.random.get_state(legacy=False))

@@ -6,12 +6,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,6 @@ def tightest(limits: Iterable[Limits]) -> Limits:
     return functools.reduce(Limits.tightest, limits, UNBOUNDED)
 
 
-def _made(cls: type[Made], fields: dict[str, Any]) -> Made:
-    """The constructor of a frozen dataclass sets its fields one by one, by a call for each."""
-    instance = object.__new__(cls)
-    object.__setattr__(instance, "__dict__", fields)
-    return instance
-
-
 @dataclass(frozen=True)
 class DeviceStep:
     """A step after backward, before its numbers reached the host. Reading a value here would stall the device: don't.
@@ -80,11 +71,6 @@ class DeviceStep:
     """Largest absolute value over parameters and optimizer state, as they were before this step."""
     window: Sequence[Any] = ()
     """The micro-batches of the step."""
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> DeviceStep:
-        """As the constructor, in a fraction of its time; every field must be given."""
-        return _made(cls, fields)
 
 
 @dataclass(frozen=True)
@@ -139,11 +125,6 @@ class StepView:
     """Pass over the data that its micro-batches are of."""
     error: Exception | None = None
     """What forward or backward raised, if a guard explained it; the loss and the gradient norm are then NaN."""
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> StepView:
-        """As the constructor, in a tenth of its time; `signals` and `metrics` must be given. The view keeps the dictionary."""
-        return _made(cls, fields)
 
     @property
     def in_trouble(self) -> bool:

@@ -23,8 +23,6 @@ class Panel:
         self._limits = _answering(guards, "limits")
         self._learn = _answering(guards, "learn")
         self._commits = [COMMIT] * len(self._members)
-        self.is_all_ours = all(type(guard).__module__.startswith("safetrain.guards.") for guard in guards)
-        """No guard is of the user's own."""
         self._unanimous = Decision(Action.COMMIT, 1.0, {guard.name: COMMIT for guard in guards})
 
     def is_of(self, guards: Sequence[Guard]) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from ..errors import UsageError
-from .stepping import Stepper
 
 
 def adamw(
@@ -95,8 +94,8 @@ class OptimizerGroup(Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each of them."""
-        for stepper in self._steppers:
-            stepper.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers, "_sizes": self._sizes}
@@ -116,4 +115,3 @@ class OptimizerGroup(Optimizer):
         for name, optimizer in self.optimizers.items():
             optimizer.param_groups = [next(groups) for _ in range(self._sizes[name])]
             optimizer.state = self.state
-        self._steppers = [Stepper(optimizer) for optimizer in self.optimizers.values()]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.collective import gather
 from ..optim.ema import Ema
-from ..tensors.copies import joined
-from ..tensors.gradients import FEW, numbers_of, peak
+from ..tensors.gradients import numbers_of, peak
 from ..tensors.sharded import any_spread, is_sharded, local
 from .transaction import Transaction
 
@@ -88,29 +85,17 @@ def is_second_moment(name: str) -> bool:
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of each floating-point tensor, or of this process's part of it; both are NaN if one of its values is."""
     spread = any_spread(tensors.values())
-    kinds: dict[tuple[torch.device, torch.dtype, bool], dict[str, Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         tensor = local(tensor) if spread else tensor
-        size = tensor.numel()
-        if size and (tensor.is_floating_point() or tensor.is_complex()):
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             real = real.float() if real.element_size() == 1 else real  # nothing is defined for float8
-            is_small = size <= FEW and real.is_cpu and real.layout is torch.strided
-            kinds.setdefault((real.device, real.dtype, is_small), {})[name] = real
+            kinds.setdefault((real.device, real.dtype), {})[name] = real
     peaks: dict[str, tuple[float, float]] = {}
-    for (_, _, are_small), named in kinds.items():
-        peaks.update(zip(named, (_ends_of_small if are_small else _ends)(list(named.values())), strict=True))
+    for named in kinds.values():
+        peaks.update(zip(named, _ends(list(named.values())), strict=True))
     return peaks
-
-
-@torch.no_grad()
-def _ends_of_small(tensors: list[Tensor]) -> Iterable[tuple[float, float]]:
-    """As copies in one, which takes half of the time."""
-    joint = joined(tensors)
-    values = (joint if joint.element_size() >= 4 else joint.float()).numpy()  # which knows no bfloat16
-    starts = [0, *itertools.accumulate(tensor.numel() for tensor in tensors[:-1])]
-    lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return zip(lows.tolist(), highs.tolist(), strict=True)
 
 
 @torch.no_grad()

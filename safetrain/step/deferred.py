@@ -121,7 +121,7 @@ class DeferredCommits:
         optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         with trainer.scaled_lr(self._lr_scale):
-            trainer.stepper.step()
+            optimizer.step()
         trainer.transaction.restore_where(bad)
         trainer.advance_schedule()
         if trainer.ema is not None:

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors.copies import Joined
-
 
 class Measurement:
     """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
-
-    joined_gradients: Joined | None = None
-    """What the norm was computed of, if that are the gradients in one; the norm is then not torch's to the last bit."""
 
     def __init__(
         self,
@@ -26,9 +21,8 @@ class Measurement:
         signals: Mapping[str, Tensor],
         metrics: Sequence[Mapping[str, Any]],
         window: Sequence[Any] = (),
-        joined_gradients: Joined | None = None,
     ) -> None:
-        self.grad_norm, self.joined_gradients = grad_norm, joined_gradients
+        self.grad_norm = grad_norm
         self.window = window
         self.num_losses = len(losses)
         self._signal_names = list(signals)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from ..optim.stepping import Stepper
     from .sink import Telemetry
 
 SECONDS = 2.0
@@ -107,18 +107,18 @@ def _weights_and_gradients(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def watching(
     model: nn.Module,
-    stepper: Stepper,
+    optimizer: Optimizer,
     telemetry: Telemetry,
     step: Callable[[], int],
     histograms_every: int | None = None,
 ) -> Iterator[None]:
     """Look at updates until the end of the block. Nothing is changed, and no random number drawn."""
-    trained = [p for group in stepper.optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
     ratio = UpdateRatio(trained)
     num_shown = 0
     telemetry.vitals.gauges["health/update_ratio"] = ratio.read
 
-    def before() -> None:
+    def before(*_: object) -> None:
         if telemetry.is_busy:  # an update that is only tried
             return
         nonlocal num_shown
@@ -127,9 +127,13 @@ def watching(
             num_shown = step() // histograms_every + 1
             telemetry.tensors(_weights_and_gradients(model), step())
 
-    stop = stepper.listen(before, ratio.after_update)
+    hooks = (
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(lambda *_: ratio.after_update()),
+    )
     try:
         yield
     finally:
-        stop()
+        for hook in hooks:
+            hook.remove()
         del telemetry.vitals.gauges["health/update_ratio"]

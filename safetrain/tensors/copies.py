@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from .sharded import local
 
@@ -79,31 +77,6 @@ class Copies:
         if self._plain:
             torch._foreach_copy_(self._plain, self._values)
         return {id(tensor): self.value_of[id(tensor)] for tensor in self._odd}
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Their values one after the other; dense tensors of one type. A third of the time that `torch.cat` takes with views of them."""
-    return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Joined:
-    """The values of tensors in one, and whether they are still theirs."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.values = joined(tensors)
-        self._tensors = tensors
-        self._versions = list(map(_VERSION, tensors))
-
-    def still_hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, in this order, and torch knows of no write to them since (`.data` hides one)."""
-        return (
-            len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-            and list(map(_VERSION, tensors)) == self._versions
-        )
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 def layout_of(tensor: Tensor | None) -> Any:

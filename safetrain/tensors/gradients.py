@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..core.view import Limits, StepView
 from ..distributed.collective import gather
-from .copies import Joined, joined
 from .sharded import any_spread, local, total_norm
 
 
@@ -42,30 +41,6 @@ FOREACH = ("cpu", "cuda")
 """Devices on which `clip_grad_norm_` takes the norms of many tensors at once."""
 
 
-FEW, FEW_IN_ALL = 4096, 2**18
-"""Values of a tensor on a CPU, and of all of them, up to which many are looked at faster as copies in one."""
-
-
-def are_better_joined(parameters: Sequence[Tensor]) -> bool:
-    """So many small tensors on a CPU that it is best to look at their gradients as one; they are `are_uniform`."""
-    size = sum(parameter.numel() for parameter in parameters)
-    return (
-        parameters[0].device.type == "cpu"
-        and parameters[0].dtype in (torch.float32, torch.float64)
-        and size <= min(FEW * len(parameters), FEW_IN_ALL)
-    )
-
-
-def norm_of(gradients: Joined) -> Tensor:
-    """The global norm but for its last digits: `global_norm` sums in another order."""
-    return torch.linalg.vector_norm(gradients.values)  # type: ignore[no-any-return]
-
-
-NEAR = 2e-2
-"""Share by which `norm_of` and `global_norm` differ less, whatever the values: each is off by at most half of what rounding may
-add up to in a sum of `FEW_IN_ALL` squares, 2¹⁸ · 2⁻²⁴."""
-
-
 def global_norm(gradients: list[Tensor], uniform: bool = False) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_` computes it, bit for bit; stays on the device. `uniform`: see `are_uniform`."""
     if uniform and gradients:
@@ -85,13 +60,8 @@ def peak(tensors: Sequence[Tensor]) -> Tensor | None:
 @torch.no_grad()
 def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     """There the norm of infinite order takes twenty times as long as finding both ends."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    large: list[Tensor] = []
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        (small.setdefault(real.dtype, []) if real.numel() <= FEW else large).append(real)
-    large += map(joined, small.values())
-    ends = [end for tensor in large for end in torch.aminmax(tensor)]
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    ends = [end for tensor in real for end in torch.aminmax(tensor)]
     if any(end.dtype is not ends[0].dtype for end in ends):
         ends = [end.double() for end in ends]
     return torch.stack(ends).abs().amax()
@@ -122,21 +92,16 @@ def clip(
     groups: Sequence[Sequence[Tensor]],
     parameters: Sequence[Tensor],
     limits: Limits,
-    norm: Tensor | None,
+    norm: Tensor,
     view: StepView | None,
 ) -> None:
     """Bound the gradients of all parameters, and of each group of them, to `limits`, in place.
 
-    `norm` is their `global_norm` on the device, or None: then it is computed if it may be above the limit. `view` is what the host
-    knows of it, or None: then nothing is read here.
+    `norm` is their `global_norm` on the device. `view` is what the host knows of it, or None: then nothing is read here.
     """
-    if limits.norm < math.inf and (view is None or view.grad_norm * (1 + NEAR) + 1e-6 > limits.norm):
-        overflowed = view is not None and view.norm_overflow
-        if norm is None:
-            norm = global_norm(collect(parameters))
-            if view is None or view.grad_norm > 1e18:  # float32 ends at 1.8e19: one of the two norms may be beyond
-                overflowed = overflowed or math.isinf(float(norm))
-        _scale(parameters, limits.norm, norm, overflowed)
+    # torch scales by limit / (norm + 1e-6), which is below 1 from here on.
+    if limits.norm < math.inf and (view is None or view.grad_norm + 1e-6 > limits.norm * (1 - 1e-6)):
+        _scale(parameters, limits.norm, norm, view is not None and view.norm_overflow)
     if limits.group_norm < math.inf:
         for group in groups:
             if gradients := collect(group):

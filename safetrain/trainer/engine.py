@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._private.allocator import keep_freed_memory
-from .._private.torch_autograd import backward
 from ..config.schema import LoopConfig
 from ..distributed.link import Link
 from ..distributed.replicas import Replicas
@@ -187,7 +186,7 @@ class Engine:
         return _NOTHING if sync or self.world_size == 1 else self._accelerator.no_sync(model)
 
     def backward(self, loss: Tensor) -> None:
-        backward(loss if self._scaler is None else self._scaler.scale(loss))
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """The gradients of all these parameters, the optimizer's and others, in their true size to the end of the step."""

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .._private.torch_optim import leave_compiler_alone
 from ..config import load_config
 from ..config.targets import instantiate
 from ..core.incident import Incident
@@ -21,7 +20,6 @@ from ..forensics.patches import Patches
 from ..guards import Guard
 from ..guards.guard_set import Panel
 from ..optim.ema import Ema
-from ..optim.stepping import Stepper
 from ..recovery import Ladder, LastGood
 from ..step.audit import Audit
 from ..step.deferred import DeferredCommits
@@ -29,8 +27,6 @@ from ..step.transaction import Transaction
 from ..tensors import gradients
 from ..tensors.rng import seed_everything
 from . import build as assembly
-
-leave_compiler_alone()  # from here on, so that an optimizer that is made before its trainer does so too
 
 
 class TrainerParts:
@@ -78,7 +74,6 @@ class TrainerParts:
             self._loss_fn = None if self.config.loss is None else assembly.build_loss(self.config.loss)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
         assembly.check_optimizer(self.model, self.optimizer)
-        self.stepper = Stepper(self.optimizer)
         self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
         if train_data is None:
             built = self.build_data()
@@ -100,7 +95,6 @@ class TrainerParts:
         self._groups = [group["params"] for group in self.optimizer.param_groups]
         self._parameters = assembly.all_parameters(self.model, self.optimizer)
         self._is_uniform = gradients.are_uniform(self._parameters)
-        self._joins_gradients = self._is_uniform and gradients.are_better_joined(self._parameters)
 
     def _open(self, data: Any, rank: int, world_size: int, shuffle: bool) -> BatchStream:
         seed = self.config.seed or 0

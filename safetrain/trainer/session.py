@@ -142,7 +142,7 @@ class TrainerSession(TrainerParts):
             )
             if self.run.dir is not None and (self.config.logging.tensorboard or self.config.logging.trackers):
                 every = self.config.logging.histograms_every
-                stack.enter_context(watching(self.model, self.stepper, self.run.telemetry, lambda: self.step, every))
+                stack.enter_context(watching(self.model, self.optimizer, self.run.telemetry, lambda: self.step, every))
             yield self._keeper
 
     def _total_steps(self) -> int | None:

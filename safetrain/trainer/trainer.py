@@ -30,7 +30,6 @@ from ..recovery import Case, LastGood
 from ..recovery.repairs import Workbench
 from ..step.measurement import Measurement
 from ..tensors import gradients
-from ..tensors.copies import Joined
 from ..tensors.nest import same_nest
 from ..tensors.rng import RandomState
 from . import build as assembly
@@ -166,26 +165,13 @@ class SafeTrainer(TrainerSession):
     ) -> tuple[Measurement, Limits]:
         self.engine.unscale(self.optimizer, self._parameters)
         grads = gradients.collect(self._parameters)
-        # Without a read the norm itself is what the gradients are scaled by, so it must be torch's to the last bit.
-        joined = Joined(grads) if self._joins_gradients and grads and self._deferred is None else None
-        if joined is None:
-            norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
-        else:
-            norm = gradients.norm_of(joined)
+        norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = {
-            "step": self.step,
-            "loss": loss,
-            "grad_norm": norm,
-            "gradients": grads,
-            "buffer_peak": self.transaction.buffer_peak,
-            "state_peak": self.audit.state_peak,
-            "window": window,
-        }
+        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak, window)
         begin = perf_counter()
-        signals = self.panel.measure(DeviceStep.of(step))
+        signals = self.panel.measure(step)
         self.run.guard_seconds += perf_counter() - begin
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window, joined)
+        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
         measurement.vector = self.engine.share(measurement.vector)
         return measurement, self.panel.limits()
 
@@ -210,7 +196,7 @@ class SafeTrainer(TrainerSession):
             "scaler_overflow": scaler_overflow,
             "bad_state": self.audit.bad_state_before_step,
         }
-        return StepView.of(fields)
+        return StepView(**fields)
 
     def _judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""
@@ -234,12 +220,10 @@ class SafeTrainer(TrainerSession):
             self.run.stepped(view, decision, "overflow")
             return True
         if view.limits.bounded:
-            norm = measurement.grad_norm if measurement.joined_gradients is None else None
-            gradients.clip(self._groups, self._parameters, view.limits, norm, view)
+            gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
         before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
         with self.scaled_lr(decision.lr_scale), self.patches:
-            # A guard of the user's may have written to the gradients since, in ways that torch does not know of.
-            self.stepper.step(measurement.joined_gradients if self.panel.is_all_ours else None)
+            self.optimizer.step()
         if before is not None:
             if self.engine.any_rank(bool(self.audit.bad_state())):
                 before.restore_training(self)
