@@ -13,6 +13,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import numpy as np
 import pytest
 import torch
+from small import make_model, mse
+
+from safetrain import SafeTrainer
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +36,20 @@ def known_state() -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     assert not any(leaks.values()), "; ".join(what for what, leaked in leaks.items() if leaked)
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """SafeTrainer with quiet output; keyword arguments of the constructor, `config` merged with the quiet defaults."""
+    made = []
+
+    def make(model=None, cls=SafeTrainer, *, config=None, **parts):
+        config = {**(config or {}), "logging": {"console": "off", "tensorboard": False}}
+        run_dir = parts.pop("run_dir", tmp_path / f"run-{len(made)}")
+        model = make_model() if model is None else model
+        parts.setdefault("loss_fn", mse)
+        trainer = cls(model, config=config, run_dir=run_dir, **parts)
+        made.append(trainer)
+        return trainer
+
+    return make

@@ -140,7 +140,7 @@ class Replayer:
         return result
 
     def _forward(self, batch: Any, model: nn.Module) -> Tensor:
-        from ..trainer.build import split_loss
+        from ..core.loss import split_loss
 
         with self.step.autocast(self.model):
             output = self.step.loss_fn(model, batch)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.loss import split_loss
 from ..forensics.replay import fresh
 from ..guards import Guard
-from ..trainer.build import split_loss
 from .observer import LossCall, Observer
 from .outcome import Unavailable
 from .sample import CannotRead, Read, Sample

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..config.schema import LoopConfig, Target
 from ..config.targets import import_target, instantiate
+from ..core.loss import LossFn, adapt_loss
 from ..errors import ConfigError, LossError, UsageError
 from ..guards import REGISTRY, Guard
 from .engine import Engine
-
-LossFn = Callable[[nn.Module, Any], Any]
 
 
 def open_engine(loop: LoopConfig) -> Engine:
@@ -81,30 +79,6 @@ def build_loss(node: Target) -> LossFn:
     return adapt_loss(loss)
 
 
-def adapt_loss(loss: Any) -> LossFn:
-    """Let a `loss(input, target)` such as `nn.CrossEntropyLoss()` be used on batches of (inputs, targets)."""
-    if not callable(loss):
-        raise UsageError(f"loss_fn must be callable, got {loss!r}.\nTo fix: pass a function loss_fn(model, batch).")
-    called = loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        names = list(inspect.signature(called).parameters)
-    except (TypeError, ValueError):  # a builtin
-        return loss  # type: ignore[no-any-return]
-    if names[:2] != ["input", "target"]:
-        return loss  # type: ignore[no-any-return]
-
-    def supervised_loss(model: nn.Module, batch: Any) -> Any:
-        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise LossError(
-                f"{type(loss).__name__}(input, target) needs batches of (inputs, targets), this one is a {type(batch).__name__}.\n"
-                "To fix: write a loss_fn(model, batch) that takes the batch apart."
-            )
-        inputs, targets = batch
-        return loss(model(inputs), targets)
-
-    return supervised_loss
-
-
 def check_trainable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -156,51 +130,6 @@ def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]
     return list(unique.values())
 
 
-def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
-    """The loss and the scalar metrics beside it, out of what a step returned; other values are left aside."""
-    metrics: dict[str, Any] = {}
-    if not isinstance(output, Tensor) and isinstance(output, Mapping):
-        if "loss" not in output:
-            raise LossError(
-                f"{where} returned a dict without 'loss' (it has {', '.join(map(repr, output))}).\nTo fix: return {{'loss': …}}."
-            )
-        metrics = {key: value for key, value in output.items() if key != "loss" and _is_scalar(value)}
-        if names := [key for key in metrics if not isinstance(key, str)]:
-            raise LossError(
-                f"{where} returned a metric under {names[0]!r}.\nTo fix: give metrics names that are strings."
-            )
-        output = output["loss"]
-    if not isinstance(output, Tensor):
-        raise LossError(
-            f"{where} returned {type(output).__name__}, not a tensor or a dict with 'loss'.\n"
-            "To fix: return the loss tensor itself (not loss.item()), and check that there is a return statement."
-        )
-    if output.numel() != 1:
-        raise LossError(
-            f"{where} returned a loss of shape {tuple(output.shape)}; it must be a scalar.\nTo fix: return loss.mean() or loss.sum()."
-        )
-    if not output.is_floating_point():
-        raise LossError(
-            f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss."
-        )
-    return output if output.dim() == 0 else output.reshape(()), metrics
-
-
-def left_aside(output: Any) -> list[str]:
-    """Names of what a step returned beside the loss that is no number, and cannot be logged as a metric."""
-    if isinstance(output, Tensor) or not isinstance(output, Mapping):
-        return []
-    return [str(key) for key, value in output.items() if key != "loss" and value is not None and not _is_scalar(value)]
-
-
-def check_graph(loss: Tensor, where: str) -> None:
-    if not loss.requires_grad:
-        raise LossError(
-            f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
-            "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
-        )
-
-
 def check_no_backward(parameters: Iterable[Tensor]) -> None:
     """After the first forward pass of a run: gradients can only come from a backward in training_step."""
     if any(p.grad is not None for p in parameters):
@@ -218,9 +147,3 @@ def check_reached(optimizer: Optimizer) -> None:
             "To fix: compute the loss from the output of the model that is trained, and give the optimizer the parameters that "
             "the loss depends on."
         )
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)  # also NumPy's

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import progress
+from ..core.loss import split_loss
 from ..data.stream import BatchStream
 from ..distributed.link import Link
 from ..errors import DataError, LossError, UsageError
 from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
-from .build import split_loss
 
 RESERVED = {"step", "event", "best", "time"}
 """What the record of an evaluation holds beside its metrics."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..config import load_config
 from ..config.targets import instantiate
 from ..core.incident import Incident
+from ..core.loss import LossFn
 from ..core.view import StepView
 from ..data.stream import BatchStream, open_stream
 from ..errors import UsageError
@@ -41,7 +42,7 @@ class TrainerParts:
         self,
         model: nn.Module | None = None,
         *,
-        loss_fn: assembly.LossFn | None = None,
+        loss_fn: LossFn | None = None,
         optimizer: Optimizer | None = None,
         train_data: Any = None,
         eval_data: Any = None,
@@ -69,7 +70,7 @@ class TrainerParts:
         self._called_model = self.engine.prepare(self.model, loop.compile, optimizer, self.guards)
         self.engine.separate_random_streams()
         if loss_fn is not None:
-            self._loss_fn: assembly.LossFn | None = assembly.adapt_loss(loss_fn)
+            self._loss_fn: LossFn | None = assembly.adapt_loss(loss_fn)
         else:
             self._loss_fn = None if self.config.loss is None else assembly.build_loss(self.config.loss)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..checkpoint.snapshots import Copy
 from ..checkpoint.state import TrainState
 from ..core.incident import STATE_AUDIT
+from ..core.loss import check_graph, left_aside, split_loss
 from ..core.protocols import check_hooks
 from ..core.result import FitResult
 from ..core.verdict import Action, Decision, Verdict, merge
@@ -149,15 +150,15 @@ class SafeTrainer(TrainerSession):
     def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         with self.engine.autocast():
             output = self.training_step(self._called_model, same_nest(batch))
-        loss, metrics = assembly.split_loss(output, "training_step")
+        loss, metrics = split_loss(output, "training_step")
         if not self._told_left_aside and self._run is not None:
             self._told_left_aside = True
-            if names := assembly.left_aside(output):
+            if names := left_aside(output):
                 self._run.telemetry.noted(
                     f"not logged, being no numbers: {', '.join(names)} (returned by training_step)"
                 )
         if torch.is_grad_enabled():
-            assembly.check_graph(loss, "training_step")
+            check_graph(loss, "training_step")
         return loss, metrics
 
     def _measure(

@@ -22,7 +22,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MARKS = {"not run", "file", "output", "exit", "slow", "lint", "drawing"}
 SECTIONS = {"generated", "end generated"}
 """Comments around what `scripts/docs` writes; they mark no block."""

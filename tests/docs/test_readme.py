@@ -10,7 +10,7 @@ from small import make_batches, make_model, mse
 
 from safetrain import SafeTrainer, load_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -98,6 +98,6 @@ def test_a_run_directory_that_is_the_project_is_the_project(tmp_path: Path) -> N
 
 
 def test_also_safetrain_below_the_current_directory_is_not_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     assert not Trust(Path("run")).allows("safetrain.cli.main.run")
     assert not Trust(Path("run")).allows("safetrain/config/targets.py:instantiate")
