@@ -70,7 +70,7 @@ class TrainerParts:
         self._called_model = self.engine.prepare(self.model, loop.compile, optimizer, self.guards)
         self.engine.separate_random_streams()
         if loss_fn is not None:
-            self._loss_fn: LossFn | None = assembly.adapt_loss(loss_fn)
+            self._loss_fn: LossFn | None = adapt_loss(loss_fn)
         else:
             self._loss_fn = None if self.config.loss is None else assembly.build_loss(self.config.loss)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
