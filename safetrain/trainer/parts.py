@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..config import load_config
 from ..config.targets import instantiate
 from ..core.incident import Incident
-from ..core.loss import LossFn
+from ..core.loss import LossFn, adapt_loss
 from ..core.view import StepView
 from ..data.stream import BatchStream, open_stream
 from ..errors import UsageError
