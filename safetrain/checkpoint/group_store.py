@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.collective import by_first, gather, num_processes, process_rank, together
+from ..distributed.comm import by_first, gather, num_processes, process_rank, together
 from ..errors import CheckpointError
-from ..step.audit import peaks_of, problems_in
 from ..tensors.sharded import is_spread
 from .manifest import NAME, Manifest, read_manifest
 from .shards import METADATA, write_part
+from .soundness import peaks_of, problems_in
 from .state import TrainState
 from .store import REST, BadState, CheckpointStore, Loaded, read_rest, sync_directory, write_bytes, write_rest
 from .tensorfile import is_storable

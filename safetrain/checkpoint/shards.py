@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.collective import num_processes, process_rank
+from ..distributed.comm import num_processes, process_rank
 from .manifest import Damaged, checksum
 
 METADATA = ".metadata"

@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..step.audit import is_second_moment, peaks_of, problems_in
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
 from .shards import METADATA, plain_memory, read_shards
+from .soundness import is_second_moment, peaks_of, problems_in
 from .state import TrainState
 from .tensorfile import is_storable, write_tensors
 

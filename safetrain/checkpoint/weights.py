@@ -9,7 +9,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from ..core.files import replacing
-from ..distributed.collective import by_first, process_rank
+from ..distributed.comm import by_first, process_rank
 from ..optim.ema import Ema
 from ..tensors.sharded import is_sharded, whole
 

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from ..distributed.collective import gather, of_first
+from ..distributed.comm import gather, of_first
 from ..tensors.nest import tensors_in
 from ..tensors.rng import RandomState
 from .sources import Loader, Source

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..config.schema import DataConfig
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from ..errors import DataError
 from ..tensors.rng import RandomState, undisturbed_rng
 from .sampler import EpochBatches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from ..tensors.sharded import is_spread, local
 
 

@@ -19,7 +19,6 @@ from ..checkpoint.state import TrainState
 from ..data.sources import Iterated, Listed, Loader, MapData, Stateful
 from ..errors import Interrupted
 from ..guards.batch_checks import named_leaves
-from ..trainer.parts import TrainerParts
 from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
 from .subject import Subject
 
@@ -126,12 +125,14 @@ def _run(subject: Subject, directory: Path, num_steps: int, resumed: bool) -> di
             raise Unavailable(
                 f"the run does not get through {num_steps} steps: {type(error).__name__}: {first_line}"
             ) from error
-        state = TrainState.gather(trainer, progress=False)
+        state = TrainState.gather(trainer.stepper)
         return {name: tensor.clone() for name, tensor in state.tensors.items()}
 
 
 def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     """A trainer with the same parts that writes to another directory and shows nothing."""
+    from ..trainer.trainer import SafeTrainer
+
     trainer = subject.trainer
     config = copy.deepcopy(trainer.config)
     config.loop.max_steps, config.loop.max_epochs, config.loop.max_hours = num_steps, None, None
@@ -144,10 +145,10 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     config.scheduler = None if scheduler is None else config.scheduler
     twin = object.__new__(type(trainer))
     vars(twin).update(vars(trainer), _run=None)
-    TrainerParts.__init__(
+    SafeTrainer.__init__(
         twin,
         trainer.model,
-        loss_fn=trainer._loss_fn,
+        loss_fn=trainer.loss_fn,
         optimizer=trainer.optimizer,
         train_data=_data_of(subject.sample.source()),
         scheduler=scheduler,

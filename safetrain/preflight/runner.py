@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.spelling import suggest
+from ..distributed.machine import deterministic_algorithms
 from ..errors import UsageError
 from ..guards import Guard
-from ..trainer.engine import deterministic_algorithms
 from ..trainer.run import Run
 from .outcome import Outcome, Unavailable, skipped
 from .registry import CHECKS, Check
@@ -48,11 +48,11 @@ def check(
     "field '0' has NaN in 1 of 160 samples: row 2 of batch 4"
     """
     chosen = _chosen(only)
-    if trainer._run is not None:
+    if trainer.has_run:
         raise UsageError("fit() was already called on this trainer.\nTo fix: call check before fit().")
-    if trainer.engine.world_size > 1:
+    if trainer.machine.world_size > 1:
         raise UsageError(
-            f"a check looks at one process, and there are {trainer.engine.world_size}.\n"
+            f"a check looks at one process, and there are {trainer.machine.world_size}.\n"
             "To fix: run `safetrain check` without torchrun, or call it only if WORLD_SIZE is not set."
         )
     allowed = Budget(budget)
@@ -96,7 +96,7 @@ def _copied_guards(trainer: SafeTrainer) -> list[Guard] | None:
     """For trial runs, before any of them is attached; None if they cannot be copied."""
     shared: dict[int, object] = {id(module): module for module in trainer.model.modules()}
     try:
-        return copy.deepcopy(trainer.guards, shared)
+        return copy.deepcopy(list(trainer.guards), shared)
     except Exception:  # a guard of the user's may hold anything
         return None
 
@@ -109,7 +109,7 @@ def _as_in_a_run(trainer: SafeTrainer) -> ExitStack:
         stack.enter_context(torch.enable_grad())
         if trainer.config.loop.deterministic:
             stack.enter_context(deterministic_algorithms())
-        trainer._run = _Unwritten(trainer.config, None, trainer.engine.rank)
+        trainer._run = _Unwritten(trainer.config, None, trainer.machine.rank)
         stack.callback(setattr, trainer, "_run", None)
         for guard in trainer.guards:
             if guard.name == "islands" and (remove := guard.attach(trainer.model)) is not None:

@@ -61,7 +61,7 @@ class Sample:
 
     def __init__(self, trainer: SafeTrainer) -> None:
         self._original, self._model = trainer.stream._source, trainer.model
-        self._device = trainer.engine.device
+        self._device = trainer.machine.device
         self._epoch: EpochBatches | None = None
         source = self.source()
         self.num_samples, self.num_batches = _num_samples(source), source.num_batches()

@@ -72,7 +72,7 @@ def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
 def _parts(subject: Subject) -> Iterator[Any]:
     trainer = subject.trainer
     yield from (type(module) for module in subject.model.modules())
-    loss: Any = trainer._loss_fn
+    loss: Any = trainer.loss_fn
     while isinstance(loss, functools.partial):
         loss = loss.func
     if loss is not None:

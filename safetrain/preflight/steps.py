@@ -56,7 +56,7 @@ def finite_steps(subject: Subject) -> Outcome:
 
 def _step(subject: Subject, read: Read) -> Step:
     trainer = subject.trainer
-    return Step(subject.model, trainer.training_step, [read.batch], precision=trainer.engine.precision)
+    return Step(subject.model, trainer.training_step, [read.batch], precision=trainer.precision.name)
 
 
 def _investigated(subject: Subject, read: Read, seen: dict[str, Any]) -> Outcome:
@@ -279,7 +279,7 @@ def dead_units(subject: Subject) -> Outcome:
 
 
 def amp_headroom(subject: Subject) -> Outcome:
-    observer, precision = subject.steps.observer, subject.trainer.engine.precision
+    observer, precision = subject.steps.observer, subject.trainer.precision.name
     in_fp32 = [name for name in islands.islands_of(subject.model) if name != islands.LOSS]
     low = {name: size for name, size in observer.largest.items() if not _is_below(name, in_fp32)}
     if not low:

@@ -126,7 +126,7 @@ class Subject:
 
     def forward(self, batch: Any, autocast: bool = True) -> Tensor:
         """The loss of a batch, which is copied first: a step may write to it."""
-        with self.trainer.engine.autocast() if autocast else nullcontext():
+        with self.trainer.precision.autocast() if autocast else nullcontext():
             output = self.trainer.training_step(self.model, fresh(batch))
         return split_loss(output, "training_step")[0]
 
@@ -141,8 +141,8 @@ class Subject:
     @cached_property
     def observed(self) -> Observation:
         """The first batches, with the initial weights, in float32: magnitudes are the same there, and nothing overflows."""
-        scale = self.trainer.engine.loss_scale()
-        observer = Observer(self.model, 65536.0 if scale is None else float(scale))
+        precision = self.trainer.precision
+        observer = Observer(self.model, precision.host_loss_scale() if precision.name == "fp16" else 65536.0)
         seen = Observation(observer)
         batches = self._finite or self.first
         with self.clean():
@@ -181,7 +181,7 @@ class Subject:
         return self.observed.observer.loss_calls
 
     def clear_gradients(self) -> None:
-        for parameter in self.trainer._parameters:
+        for parameter in self.trainer.stepper.parameters:
             parameter.grad = None
 
     @cached_property
@@ -201,7 +201,7 @@ class Subject:
                 except Exception:
                     continue  # told by finite_steps
                 self.seconds_per_step = min(self.seconds_per_step, time.perf_counter() - begin)
-                gradients = [p.grad for p in self.trainer._parameters if p.grad is not None]
+                gradients = [p.grad for p in self.trainer.stepper.parameters if p.grad is not None]
                 if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
                     found.append(read)
         return found

@@ -75,10 +75,14 @@ def _train(
             break
         torch.autograd.backward(loss)
         set_lr(step)
-        grads = gradients.collect(subject.trainer._parameters)
+        grads = gradients.collect(subject.trainer.stepper.parameters)
         if limits is not None and limits.bounded and grads:
             gradients.clip(
-                subject.trainer._groups, subject.trainer._parameters, limits, gradients.global_norm(grads), None
+                subject.trainer.stepper.groups,
+                subject.trainer.stepper.parameters,
+                limits,
+                gradients.global_norm(grads),
+                None,
             )
         optimizer.step()
     return Trial(losses, before, _evaluate(subject, batches, start), subject.untouched.weight_change())
@@ -257,7 +261,7 @@ def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
     """The learning rates of the run, step by step; a failure if the schedule itself fails."""
     trainer, scheduler = subject.trainer, subject.trainer.scheduler
     num_steps = min(_run_length(subject) or 1000, 20_000)
-    rates = [trainer.scheduled_lrs()]
+    rates = [trainer.stepper.schedule.lrs]
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         return rates
     with subject.clean(), warnings.catch_warnings():
@@ -272,7 +276,7 @@ def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
                     f"make it for the {num_steps} steps of the run (loop.max_steps)",
                     step=step,
                 )
-            rates.append(trainer.scheduled_lrs())
+            rates.append(trainer.stepper.schedule.lrs)
             if time.perf_counter() - begin > 0.1 * subject.budget.seconds:
                 break
     return rates

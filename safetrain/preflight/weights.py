@@ -93,9 +93,9 @@ def _uninitialised(subject: Subject) -> list[str] | None:
 
 
 def _default_build_model() -> object:
-    from ..trainer.parts import TrainerParts
+    from ..trainer.trainer import SafeTrainer
 
-    return TrainerParts.build_model
+    return SafeTrainer.build_model
 
 
 def scale(subject: Subject) -> Outcome:

@@ -129,7 +129,7 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
             if self.run.result.steps == 14 and self.run.result.rollbacks == 0:
                 refusals, consumed = self.run.num_refusals, self.stream.num_consumed
                 step = self.rollback(skip_windows=2)
-                snapshot = next(s for s in self._keeper.snapshots._ring if s.step == step)
+                snapshot = next(s for s in self._session.checkpoints.snapshots._ring if s.step == step)
                 assert snapshot.trusted
                 assert self.run.result.steps == self.scheduler.last_epoch == 10
                 assert_same(deep_state(self), self.at_ten)
@@ -188,7 +188,7 @@ def test_a_wrong_state_is_not_taken_and_said(train, caplog):
                 with torch.no_grad():
                     self.model[0].weight[0, 0] = 5e3
             if view.step == 9:
-                assert list(self._keeper.rejected) == ["model/0.weight"]
+                assert list(self._session.checkpoints.rejected) == ["model/0.weight"]
                 self.rollback()
                 assert self.model[0].weight.abs().max() < 10
 

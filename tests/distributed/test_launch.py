@@ -13,11 +13,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from safetrain.cli.main import run
-from safetrain.config.schema import LoopConfig
 from safetrain.distributed import launch
 from safetrain.distributed.launch import record_failure, without_option
+from safetrain.distributed.machine import Machine, num_processes_asked
 from safetrain.errors import UsageError
-from safetrain.trainer.engine import Engine, num_processes_asked
 
 CODE = """
 import os
@@ -198,10 +197,10 @@ def test_what_accelerate_was_asked_for(words, asked):
 
 def test_a_number_of_processes_that_is_not_there_is_an_error():
     with pytest.raises(UsageError, match="asks for 2 process"):
-        Engine(LoopConfig(device="cpu", num_processes=2))
+        Machine("cpu", num_processes=2)
 
 
 def test_fsdp_that_is_not_in_effect_is_an_error(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match=r"loop\.strategy=fsdp"):
-        Engine(LoopConfig(device="cpu"))
+        Machine("cpu").check_launch("fp32", shards_model=False)

@@ -20,7 +20,7 @@ class Quiet(SafeTrainer):
     fault = ""
 
     def training_step(self, model, batch):
-        if self.engine.rank == GUILTY and self.step == BAD_STEP:
+        if self.machine.rank == GUILTY and self.step == BAD_STEP:
             if self.fault == "hang":
                 threading.Event().wait(100)
             if self.fault == "killed":
@@ -28,7 +28,7 @@ class Quiet(SafeTrainer):
         return mse(model, batch)
 
     def on_commit(self, view):
-        if self.fault == "hook" and self.engine.rank == GUILTY and view.step == BAD_STEP:
+        if self.fault == "hook" and self.machine.rank == GUILTY and view.step == BAD_STEP:
             raise LookupError("a mistake in a hook")
 
 

@@ -61,7 +61,7 @@ class Faulty(SafeTrainer):
 
     @property
     def is_guilty(self) -> bool:
-        return self.engine.world_size == 1 or self.engine.rank == self.scenario.rank
+        return self.machine.world_size == 1 or self.machine.rank == self.scenario.rank
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         fault = self.scenario.fault if self.is_guilty and self.step == BAD_STEP else ""

@@ -158,6 +158,6 @@ def test_unscaled_data_is_told() -> None:
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: SafeTrainer = make_trainer()
-    monkeypatch.setattr(trainer.engine, "world_size", 2)
+    monkeypatch.setattr(trainer.machine, "world_size", 2)
     with pytest.raises(UsageError, match="one process"):
         check(trainer)

@@ -20,7 +20,7 @@ class Compared(SafeTrainer):
     """After every refusal all parameters and buffers, also of the loss, are what they were after the last commit."""
 
     def everything(self):
-        roots = [self.model, *self._modules_beside()]
+        roots = [self.model, *self.auxiliary_modules()]
         held = [module._buffers for root in roots for module in root.modules()]
         buffers = [{n: b.to_dense() if b is not None else None for n, b in each.items()} for each in held]
         weights = [p.detach() for root in roots for p in root.parameters()]
@@ -348,7 +348,7 @@ def test_an_investigation_is_not_mistaken_for_a_forward_that_writes_weights(make
     """It tries the optimizer's update on the weights, and puts them back."""
     trainer = make_trainer(HiddenStatistic("complex"), train_data=make_batches(5, bad=(2,)))
     trainer.fit()
-    assert trainer.transaction.written_parameters == set()
+    assert trainer.stepper.transaction.written_parameters == set()
     assert "for the first time" not in caplog.text
 
 
@@ -364,7 +364,7 @@ def test_a_first_write_that_comes_late_and_cannot_be_undone_is_told(make_trainer
     with caplog.at_level("WARNING", "safetrain"):
         trainer.fit()
     assert caplog.text.count("forward wrote to fc.weight for the first time") == 1
-    assert trainer.transaction.written_parameters == {"fc.weight"}
+    assert trainer.stepper.transaction.written_parameters == {"fc.weight"}
 
 
 def test_batches_with_sparse_tensors_train_and_are_refused_like_any(make_trainer):

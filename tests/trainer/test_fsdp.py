@@ -107,7 +107,7 @@ def whole_state(trainer):
         "buffers": {name: value.clone() for name, value in trainer.model.named_buffers()},
         "average": {} if trainer.ema is None else {n: whole(v).clone() for n, v in trainer.ema.weights.items()},
         "random": torch.get_rng_state(),
-        "losses": list(trainer.run.result.losses or trainer.run._losses),
+        "losses": list(trainer.run.result.losses or trainer.run.losses),
     }
 
 
@@ -210,7 +210,7 @@ class Ruined(Ending):
     def on_commit(self, view):
         if view.step == 2 and not self.done:
             self.done = True
-            if self.engine.rank == self.owner:
+            if self.machine.rank == self.owner:
                 local(self.model.first.weight).fill_(float("nan"))
 
 

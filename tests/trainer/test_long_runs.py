@@ -48,7 +48,7 @@ def test_twenty_thousand_steps_keep_their_losses_and_nothing_else(tmp_path):
     # The first tenth fills windows and snapshots; later ones only end at other moments of the 50 steps between two of them.
     assert max(counts[2:]) - min(counts[2:]) < 2000
     assert max(blocks[2:]) - min(blocks[2:]) < 4000  # of memory; a single float kept of each step would be 14,000
-    assert trainer.run._losses.itemsize * len(trainer.run._losses) == 8 * NUM_STEPS
+    assert trainer.run.losses.itemsize * len(trainer.run.losses) == 8 * NUM_STEPS
     with open(tmp_path / "run" / "journal.jsonl") as journal:
         assert sum(json.loads(line)["event"] == "step" for line in journal) == NUM_STEPS
 

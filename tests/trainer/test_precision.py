@@ -38,7 +38,7 @@ def test_scaler_overflow_is_counted_and_no_incident(make_trainer):
     assert result.skipped == result.overflows
     assert result.incidents == []
     assert result.healthy
-    assert trainer.engine._scaler.get_scale() == 65536 * 0.5**result.overflows
+    assert trainer.precision._scaler.get_scale() == 65536 * 0.5**result.overflows
 
 
 def test_an_overflowed_step_moves_nothing_but_the_scale(make_trainer):
