@@ -7,7 +7,7 @@ from small import assert_same
 from torch.utils.data import DataLoader
 
 from safetrain.config.schema import DataConfig
-from safetrain.data.sampler import EpochBatches
+from safetrain.data.sampler import ResumableBatchSampler
 from safetrain.data.stream import open_stream
 
 
@@ -111,7 +111,7 @@ def test_a_skip_moves_the_cursor():
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_epoch_is_entered_anywhere(shuffle, rank):
-    batches = EpochBatches(21, 2, seed=4, shuffle=shuffle, rank=rank, world_size=2)
+    batches = ResumableBatchSampler(21, 2, seed=4, shuffle=shuffle, rank=rank, world_size=2)
     batches.epoch = 3
     whole = list(batches)
     assert len(whole) == len(batches) == 5

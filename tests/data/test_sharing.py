@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from safetrain import CheckpointError
 from safetrain.config.schema import DataConfig
-from safetrain.data.sampler import EpochBatches
+from safetrain.data.sampler import ResumableBatchSampler
 from safetrain.data.stream import open_stream
 
 
@@ -138,7 +138,10 @@ def test_every_sample_once_whatever_the_numbers(length, batch_size, before, afte
     left_out = frozenset(index for index in left_out if index < length)
 
     def make(world_size, base):
-        parts = [EpochBatches(length, batch_size, 3, True, drop_last, rank, world_size) for rank in range(world_size)]
+        parts = [
+            ResumableBatchSampler(length, batch_size, 3, True, drop_last, rank, world_size)
+            for rank in range(world_size)
+        ]
         for part in parts:
             part.epoch, part.base, part.left_out = 2, base, left_out
         return parts
@@ -164,7 +167,7 @@ def test_every_sample_once_whatever_the_numbers(length, batch_size, before, afte
 
 
 def test_one_process_visits_what_it_always_did():
-    batches = EpochBatches(7, 2, seed=4, shuffle=True)
+    batches = ResumableBatchSampler(7, 2, seed=4, shuffle=True)
     batches.epoch = 3
     generator = torch.Generator().manual_seed(4 * 1_000_003 + 3)
     assert list(batches) == [part.tolist() for part in torch.randperm(7, generator=generator).split(2)]
@@ -232,7 +235,7 @@ def test_parts_of_the_data_itself_cannot_be_shared_out_anew_within_an_epoch():
     streams = own_parts(2)
     windows(streams, count=1)
     for other in (own_parts(3)[0], streams_over(KINDS["loader"], 2)[0]):
-        with pytest.raises(CheckpointError, match="own part"):
+        with pytest.raises(CheckpointError, match="own shard"):
             other.load_state_dict(streams[0].state_dict())
     windows(streams)
     for stream in streams:
