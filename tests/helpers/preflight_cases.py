@@ -445,7 +445,7 @@ DEFECTS = (
     Planted("float16 overflow", "amp_headroom", fp16_overflow, "float16 ends at 65504", "standardise the inputs"),
     Planted("loss with a factor", "initial_loss", summed_loss, "1e+04 times its mean", "leave out large factors"),
     Planted("confident start", "initial_loss", confident_start, "of ln 3", "last layer down"),
-    Planted("model that cannot learn", "overfit_batch", blind_model, "cannot even learn one batch", "the loss uses"),
+    Planted("model that cannot learn", "overfit_batch", blind_model, "cannot even overfit one batch", "the loss uses"),
     Planted("learning rate too high", "learning_rate", high_learning_rate, "diverges", "optimizer.lr="),
     Planted("learning rate too low", "learning_rate", low_learning_rate, "hardly anything", "optimizer.lr=", "WARN"),
     Planted("learning rate of zero", "learning_rate", zero_learning_rate, "is 0 in every step", "positive"),

@@ -161,7 +161,7 @@ def test_data_that_cannot_be_trained_on_is_an_error_that_says_what_to_do(make_tr
 def test_a_one_shot_generator_is_used_once_and_then_said_to_be_one(make_trainer):
     assert make_trainer(train_data=generate()).fit().steps == 2
     trainer = make_trainer(train_data=generate(), config={"loop": {"max_steps": 5}})
-    with pytest.raises(DataError, match="one-shot iterator that ran out"):
+    with pytest.raises(DataError, match="one-shot iterator that was exhausted"):
         trainer.fit()
     assert trainer.run.result.steps == 2
 
