@@ -40,7 +40,7 @@ def test_the_fp16_scaler_and_its_history(check_exact):
     assert whole.run.result.overflows > 0
 
 
-def test_backoff_and_adaptive_clipping_in_full_swing(check_exact):
+def test_backoff_and_adaptive_clipping(check_exact):
     guards = {"backoff": {"recovery_steps": 300}, "clip": {"warmup_steps": 3}}
     config = {"seed": 2, "loop": {"max_steps": 26}, "guards": guards, "data": {"batch_size": 4}}
     config |= {"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}}  # the learning rate is suspected then
@@ -49,7 +49,7 @@ def test_backoff_and_adaptive_clipping_in_full_swing(check_exact):
     assert backoff.level.scale < 1.0
 
 
-def test_without_a_seed_what_was_drawn_is_what_counts(check_exact):
+def test_a_run_without_a_seed(check_exact):
     config = {"loop": {"max_steps": 15}, "data": {"batch_size": 4}}
     check_exact((2, 9), data=lambda: Counting(), config=config)
 
@@ -153,7 +153,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(start, tmp_path):
     assert [line["step"] for line in journal if line["event"] == "step"] == [0, 1, 2, 3]
 
 
-def test_a_finished_run_resumes_to_the_same_result_and_goes_on_if_asked(start):
+def test_a_finished_run_resumes_to_the_same_result_or_trains_longer(start):
     batches = make_batches(30)
     first = start("run", train_data=batches, config={"loop": {"max_steps": 10}}).fit()
     again = start("run", train_data=batches, config={"loop": {"max_steps": 10}}, seed_of_process=3).fit(resume=True)
@@ -163,7 +163,7 @@ def test_a_finished_run_resumes_to_the_same_result_and_goes_on_if_asked(start):
     assert longer.losses == straight.losses
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_said(check_exact, start, tmp_path):
+def test_a_damaged_newest_checkpoint_is_passed_over_and_logged(check_exact, start, tmp_path):
     data = lambda: make_batches_of_seed(8)  # noqa: E731
     whole = start("whole", train_data=data(), config={"loop": {"max_steps": 20}})
     whole.fit()
@@ -184,7 +184,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(check_exact, start,
     assert (newest.parent / f"{newest.name}.damaged").is_dir()
 
 
-def test_only_damaged_checkpoints_are_an_error_and_nothing_is_touched(start, tmp_path):
+def test_only_damaged_checkpoints_are_an_error_and_nothing_is_written(start, tmp_path):
     start("run", train_data=make_batches(4)).fit()
     for path in CheckpointStore(tmp_path / "run" / "checkpoints").paths():
         (path / "state.pt").write_bytes(b"")
@@ -194,7 +194,7 @@ def test_only_damaged_checkpoints_are_an_error_and_nothing_is_touched(start, tmp
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
 
 
-def test_a_torn_last_line_of_the_journal_is_mended(start, tmp_path):
+def test_a_torn_last_line_of_the_journal_is_repaired(start, tmp_path):
     with pytest.raises(Gone):
         start("run", 6, train_data=make_batches_of_seed(8), config={"loop": {"max_steps": 12}}).fit()
     journal = tmp_path / "run" / "journal.jsonl"
@@ -243,7 +243,7 @@ def test_two_runs_on_one_directory_are_refused(start):
     assert start("run", cls=Nested, train_data=make_batches(2)).fit().steps == 2
 
 
-def test_what_cannot_be_exact_is_said_once_at_the_start(start, tmp_path):
+def test_caveats_of_a_resume_are_logged_at_the_start(start, tmp_path):
     def notes(name, batches, **config):
         start(name, train_data=batches, config=config).fit()
         lines = [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]

@@ -107,7 +107,7 @@ def same(left, right):
     ("num_ranks", "accumulate"),
     [(2, 2), (3, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
 )
-def test_resume_is_bit_exact_with_as_many_processes(tmp_path, num_ranks, accumulate):
+def test_resume_with_the_same_number_of_processes_is_bit_exact(tmp_path, num_ranks, accumulate):
     options = {"loop": {"grad_accum": accumulate}}
     whole = run_ranks(train, num_ranks, tmp_path / "whole", options)
     run_ranks(train, num_ranks, tmp_path / "run", {**options, "ends_after": 3})
@@ -123,7 +123,7 @@ def test_resume_is_bit_exact_with_as_many_processes(tmp_path, num_ranks, accumul
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (1, 2)])
-def test_another_number_of_processes_goes_on_with_the_epoch(tmp_path, before, after):
+def test_another_number_of_processes_continues_the_epoch(tmp_path, before, after):
     def run(count, options, resume=False):
         if count == 1:
             return [train(0, tmp_path / "run", options, resume)]
@@ -147,7 +147,7 @@ def damage(run_dir, which=-1):
     return newest.name
 
 
-def test_all_fall_back_from_a_damaged_checkpoint(tmp_path):
+def test_all_ranks_fall_back_from_a_damaged_checkpoint(tmp_path):
     run_ranks(train, 2, tmp_path / "run", {"ends_after": 5})
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     shutil.rmtree(CheckpointStore(tmp_path / "copy" / "checkpoints").paths()[-1])
@@ -159,7 +159,7 @@ def test_all_fall_back_from_a_damaged_checkpoint(tmp_path):
     assert resumed[1]["losses"] == expected[1]["losses"]
 
 
-def test_when_no_checkpoint_is_left_all_say_so(tmp_path):
+def test_without_a_usable_checkpoint_all_ranks_raise_the_same_error(tmp_path):
     run_ranks(train, 2, tmp_path / "run", {"ends_after": 3, "checkpoint": {"keep_last": 1}})
     for index in range(len(CheckpointStore(tmp_path / "run" / "checkpoints").paths())):
         damage(tmp_path / "run", index)
@@ -185,13 +185,13 @@ def fail_to_write(rank, run_dir, on_error, background):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_failed_write_is_an_error_on_all(tmp_path, background):
+def test_a_failed_write_is_an_error_on_all_ranks(tmp_path, background):
     outcomes = outcomes_of(fail_to_write, 2, tmp_path / "run", "stop", background)
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert all("No space left" in outcome.message for outcome in outcomes)
 
 
-def test_a_failed_write_may_be_survived_but_not_the_last_one(tmp_path):
+def test_a_failed_write_may_be_a_warning_but_not_the_last_one(tmp_path):
     outcomes = outcomes_of(fail_to_write, 2, tmp_path / "run", "warn", False)
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert all("at step 6" in outcome.message for outcome in outcomes)
@@ -222,7 +222,7 @@ def roll_back(rank, run_dir, to):
 
 
 @pytest.mark.parametrize("to", ["trusted", "disk"])
-def test_all_go_back_together(tmp_path, to):
+def test_all_ranks_roll_back_together(tmp_path, to):
     first, second = run_ranks(roll_back, 2, tmp_path / "run", to)
     assert first[:2] == second[:2] == (2, 1)
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
@@ -232,7 +232,7 @@ def in_use(rank, run_dir):
     make_trainer(run_dir, rank, steps=1).fit()
 
 
-def test_a_directory_that_cannot_be_used_is_an_error_on_all(tmp_path):
+def test_an_unusable_run_directory_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "config.yaml").write_text("name: other\n")
     outcomes = outcomes_of(in_use, 2, tmp_path)
     assert [outcome.error for outcome in outcomes] == ["RunDirectoryError"] * 2

@@ -73,7 +73,7 @@ def test_nproc_trains_with_one_log_per_rank_and_one_journal(project):
     assert (project / "run/logs/1/rank-1.stdout.log").read_text() == ""
 
 
-def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
+def test_nproc_reports_exit_code_and_error_of_the_failed_rank(project):
     done = started(project, "-m", "safetrain", "fit", "c.yaml", "--nproc=2", "--out", "run", "loss.fail_on=1")
     assert done.returncode == 1
     assert "rank 1 failed first, with exit code 1" in done.stderr
@@ -82,7 +82,7 @@ def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
 
 
 @pytest.mark.parametrize(("code", "kept"), [(-signal.SIGTERM, 2), (1, 2)])
-def test_the_exit_code_is_what_the_rank_meant_to_end_with(tmp_path, monkeypatch, code, kept):
+def test_the_exit_code_is_the_one_the_rank_recorded(tmp_path, monkeypatch, code, kept):
     """The launcher may end a rank that has told the others of its failure before it comes to exit by itself."""
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
@@ -97,7 +97,7 @@ def test_the_exit_code_is_what_the_rank_meant_to_end_with(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("shown", ["error: no such key\nTo fix: …\n", ""], ids=["by rank 0 too", "by one rank"])
-def test_what_every_rank_says_is_told_once(tmp_path, shown):
+def test_an_error_that_rank_0_already_printed_is_not_repeated(tmp_path, shown):
     (tmp_path / "rank-0.stderr.log").write_text(f"starting\n{shown}")
     (tmp_path / "rank-1.stderr.log").write_text("error: no such key\nTo fix: …\n")
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(tmp_path / "none"))
@@ -106,7 +106,7 @@ def test_what_every_rank_says_is_told_once(tmp_path, shown):
     assert ("no such key" in "".join(said)) is (shown == "")
 
 
-def test_a_rank_that_left_no_word_keeps_its_own_exit_code(tmp_path):
+def test_a_rank_without_a_recorded_code_keeps_its_exit_code(tmp_path):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=str(tmp_path / "none"))
     assert launch._report({0: failure}, tmp_path, print) == 128 + signal.SIGKILL
 
@@ -154,7 +154,7 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_an_error(project):
     assert not (project / "run/checkpoints").exists()
 
 
-def test_a_mistake_in_the_config_is_told_once_and_starts_nothing(project, monkeypatch, capsys):
+def test_a_config_error_is_reported_once_and_starts_nothing(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     assert run(["fit", "c.yaml", "--nproc", "2", "--out", "run", "loop.max_step=3"]) == 2
     assert "max_steps" in capsys.readouterr().err
@@ -192,11 +192,11 @@ def test_without_option(given, left):
         (["bash"], None),
     ],
 )
-def test_what_accelerate_was_asked_for(words, asked):
+def test_num_processes_asked_of_accelerate(words, asked):
     assert num_processes_asked(words) == asked
 
 
-def test_a_number_of_processes_that_is_not_there_is_an_error():
+def test_fewer_processes_than_configured_is_an_error():
     with pytest.raises(UsageError, match="asks for 2 process"):
         Engine(LoopConfig(device="cpu", num_processes=2))
 

@@ -25,7 +25,7 @@ def test_every_check_has_a_planted_defect() -> None:
 
 
 @pytest.mark.parametrize("build", [make_trainer, make_text_trainer])
-def test_nothing_is_found_where_nothing_is_wrong(build) -> None:
+def test_a_healthy_trainer_passes_every_check(build) -> None:
     report = check(build(), budget=30)
     assert report.passed
     assert [checked.name for checked in report.with_status(WARN)] == [] or report.with_status(WARN)[0].name == "lint"

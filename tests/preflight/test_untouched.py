@@ -233,13 +233,13 @@ def trained(kind: str, run_dir: Path, checked: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_after_a_check_is_the_run_without(kind: str, tmp_path: Path) -> None:
+def test_a_run_after_a_check_is_bit_identical(kind: str, tmp_path: Path) -> None:
     without = trained(kind, tmp_path / "without", checked=False)
     after = trained(kind, tmp_path / "after", checked=True)
     assert_same(after, without)
 
 
-def test_random_state_gradients_and_files_are_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_gradients_and_files_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path)
@@ -258,7 +258,7 @@ def test_random_state_gradients_and_files_are_as_before(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
-def test_what_a_failing_check_finds_is_left_as_it_was() -> None:
+def test_a_failing_check_changes_nothing() -> None:
     x, y = make_data()
     x[5] = torch.nan
     trainer = make_trainer(TensorDataset(x, y), Busy())
@@ -268,7 +268,7 @@ def test_what_a_failing_check_finds_is_left_as_it_was() -> None:
     assert int(x.isnan().any(1).sum()) == 1
 
 
-def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
+def test_a_one_shot_iterator_is_not_consumed(tmp_path: Path) -> None:
     x, y = make_data()
     batches = list(zip(x.split(16), y.split(16), strict=True))
     trainer = make_trainer(iter(batches), loop={"max_steps": None, "max_epochs": 1})
@@ -281,7 +281,7 @@ def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
     assert trainer.fit().steps == len(batches)
 
 
-def test_a_check_comes_before_the_run(tmp_path: Path) -> None:
+def test_a_check_after_fit_is_an_error(tmp_path: Path) -> None:
     trainer = make_trainer(loop={"max_steps": 1})
     trainer._run_dir = tmp_path / "run"
     trainer.fit()

@@ -84,7 +84,7 @@ def test_islands_and_patches_survive_a_resume(make_trainer, tmp_path, faulty):
     assert (summary["islands"], summary["patches"]) == (pieces.islands, pieces.patches)
 
 
-def test_the_yaml_that_makes_an_island_permanent_does(make_trainer):
+def test_the_printed_yaml_makes_an_island_permanent(make_trainer):
     torch.manual_seed(1)
     result = make_trainer(train_data=make_batches(8), **overflowing()).fit()
     assert [incident.decision.action for incident in result.incidents] == ["commit"]
@@ -97,7 +97,7 @@ def test_the_yaml_that_makes_an_island_permanent_does(make_trainer):
 
 
 @pytest.mark.parametrize("faulty", [overflowing, singular])
-def test_they_are_printed_at_the_end(make_trainer, capsys, faulty):
+def test_islands_and_patches_are_printed_at_the_end(make_trainer, capsys, faulty):
     parts = faulty()
     parts["config"]["logging"] = {"console": "plain", "tensorboard": False}
     make_trainer(train_data=batches_with_zero(), **parts).fit()
@@ -122,7 +122,7 @@ def loss(model, batch):
 """
 
 
-def test_a_patch_of_a_line_that_was_edited_is_not_put_in(make_trainer, tmp_path, caplog):
+def test_a_patch_of_an_edited_line_is_not_installed(make_trainer, tmp_path, caplog):
     source = tmp_path / "loss_to_edit.py"
     edits = {"as it was": LOSS, "fixed": LOSS.replace(".sqrt()", ".add(1e-12).sqrt()")}
     for name, text in edits.items():

@@ -30,7 +30,7 @@ class Always(Transient):
 
 
 @pytest.mark.parametrize("investigated", [True, False])
-def test_a_fault_that_does_not_reproduce_leaves_no_trace(make_trainer, check_saved, investigated):
+def test_a_transient_fault_leaves_no_trace(make_trainer, check_saved, investigated):
     """Dropout included: the step that is run again draws the numbers it drew."""
     batches, states = make_batches(12), []
     for cls in (SafeTrainer, Transient):
@@ -61,7 +61,7 @@ def with_bad_samples(batches, *places):
     return batches
 
 
-def test_guilty_samples_are_left_out_and_the_rest_is_learned_from(make_trainer, check_saved):
+def test_guilty_samples_are_left_out_and_the_rest_is_committed(make_trainer, check_saved):
     """As if they had never been in the batch."""
     batches = with_bad_samples(make_batches(10), (4, 2), (4, 5), (7, 0))
     kept = [tuple(tensor[batch[0].isfinite().all(1)] for tensor in batch) for batch in batches]
@@ -151,7 +151,7 @@ def test_the_overflowing_module_becomes_an_island(make_trainer, check_saved):
     assert result.islands["modules"] == ["2"]
 
 
-def test_a_repaired_fp16_step_is_committed_when_the_scaler_has_found_its_scale(make_trainer):
+def test_a_repaired_fp16_step_is_committed_at_a_smaller_loss_scale(make_trainer):
     trainer = make_trainer(
         "island", model=make_overflowing(1.0), loss_fn=lambda m, b: 1e3 * float_mse(m, b), train_data=make_batches(10),
         config=FP16,
@@ -250,7 +250,7 @@ def test_an_update_that_divides_zero_by_zero_is_patched_too(make_trainer):
     assert result.patches[0]["num_uses"] >= result.steps
 
 
-def test_a_patch_that_is_in_is_part_of_what_is_investigated(make_trainer):
+def test_later_investigations_run_with_the_installed_patch(make_trainer):
     """A later fault is not blamed on the line that runs safely."""
     batches = with_zeros(make_batches(12, bad=(7,)), 3)
     trainer = make_trainer(*("patch", "skip"), loss_fn=rooted, train_data=batches, recovery={"heal": ["patch"]})
@@ -260,7 +260,7 @@ def test_a_patch_that_is_in_is_part_of_what_is_investigated(make_trainer):
     assert result.patches[0]["num_uses"] == 12 - 3  # what is only looked at does not count
 
 
-def test_an_investigation_that_tries_the_update_is_not_taken_for_a_write_of_the_step(make_trainer, caplog):
+def test_an_investigation_that_tries_the_update_is_no_write_of_the_step(make_trainer, caplog):
     make_trainer("patch", loss_fn=rooted, train_data=with_zeros(make_batches(6), 3), recovery={"heal": ["patch"]}).fit()
     assert "forward wrote to" not in caplog.text
 
@@ -285,7 +285,7 @@ def test_nothing_is_repaired_that_heal_does_not_allow(make_trainer):
     assert result.patches == []
 
 
-def test_what_did_not_help_is_taken_back(make_trainer, check_stopped):
+def test_a_repair_that_did_not_help_is_undone(make_trainer, check_stopped):
     """Two layers overflow at once, and the batch is refused for another reason too."""
 
     def loss_fn(model, batch):

@@ -141,7 +141,7 @@ def assert_close(left, right):
     ("guards", "accumulate"),
     [({}, 2), pytest.param({"clip": {"mode": "value", "max_value": 0.01}}, 1, marks=pytest.mark.slow)],
 )
-def test_a_spread_model_learns_what_a_whole_one_does(tmp_path, guards, accumulate):
+def test_a_sharded_model_learns_like_a_replicated_one(tmp_path, guards, accumulate):
     options = {"guards": guards, "loop": {"grad_accum": accumulate}}
     spread = run_ranks(train, 2, tmp_path / "fsdp", options)
     replicated = run_ranks(train_replicated, 2, tmp_path / "ddp", options)
@@ -186,7 +186,7 @@ def refuse(rank, run_dir, bad):
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_what_is_bad_on_one_process_is_refused_by_all(tmp_path, guilty):
+def test_a_bad_batch_on_one_rank_is_refused_by_all(tmp_path, guilty):
     first, second = run_ranks(refuse, 2, tmp_path / "run", range(16 + 4 * guilty, 20 + 4 * guilty))
     assert first[0] == second[0] == (6, 1, [2])
     assert first[1] == second[1] == 1
@@ -215,7 +215,7 @@ class Ruined(Ending):
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_a_bad_part_takes_all_back(tmp_path, owner):
+def test_a_bad_shard_rolls_back_all_ranks(tmp_path, owner):
     first, second = run_ranks(ruin, 2, tmp_path / "run", owner)
     assert first[:3] == second[:3]
     assert first[0] == 1
@@ -252,7 +252,7 @@ def types_of(rank, run_dir, options):
     return trainer.types, whole_state(trainer)
 
 
-def test_islands_are_units_of_their_own(tmp_path):
+def test_islands_are_fsdp_units_of_their_own(tmp_path):
     options = {
         "loop": {"precision": "bf16", "shard_dtype": "bf16", "shard_blocks": ["Block"]},
         "guards": {"islands": {"modules": ["blocks.1", "last"]}},
@@ -279,7 +279,7 @@ EMA = {"loop": {"ema": 0.9}}
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_resume_is_bit_exact_with_as_many_processes(tmp_path, background):
+def test_resume_with_the_same_number_of_processes_is_bit_exact(tmp_path, background):
     options = {**EMA, "checkpoint": {"async": background}}
     expected = run_ranks(train, 2, tmp_path / "whole", options)
     run_ranks(train, 2, tmp_path / "run", {**options, "ends_after": 3})
@@ -303,7 +303,7 @@ def assert_written_in_parts(run_dir):
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 1), (1, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 3), (3, 2)))]
 )
-def test_another_number_of_processes_takes_over(tmp_path, before, after):
+def test_another_number_of_processes_resumes(tmp_path, before, after):
     def run(count, options, resume=False):
         if count == 1:
             return train(0, tmp_path / "run", options, resume)
@@ -326,7 +326,7 @@ def loaded_state(rank, run_dir):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_the_state_is_the_same_however_it_is_spread(tmp_path, before, after):
+def test_the_state_is_the_same_however_it_is_sharded(tmp_path, before, after):
     options = {"loop": {"ema": 0.9, "max_steps": 2, "max_epochs": None}}
 
     def run(function, count, *args):
@@ -350,7 +350,7 @@ def damage(run_dir, name):
 
 
 @pytest.mark.parametrize("part", ["__1_0.distcp", ".metadata"])
-def test_all_fall_back_from_a_damaged_part(tmp_path, part):
+def test_all_ranks_fall_back_from_a_damaged_shard(tmp_path, part):
     run_ranks(train, 2, tmp_path / "run", {"ends_after": 5})
     name = damage(tmp_path / "run", part)
     expected = run_ranks(train, 2, tmp_path / "whole", {})
@@ -376,7 +376,7 @@ def fail_to_write(rank, run_dir, guilty):
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_part_that_cannot_be_written_is_an_error_on_all(tmp_path, guilty):
+def test_a_shard_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, guilty):
     outcomes = outcomes_of(fail_to_write, 2, tmp_path / "run", guilty)
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert all("No space left" in outcome.message for outcome in outcomes)
@@ -423,7 +423,7 @@ class GoingBack(Ending):
 
 
 @pytest.mark.parametrize("to", ["trusted", "disk"])
-def test_all_go_back_together(tmp_path, to):
+def test_all_ranks_roll_back_together(tmp_path, to):
     first, second = run_ranks(go_back, 2, tmp_path / "run", to)
     assert first[:2] == second[:2] == (2, 1)
     assert all(torch.equal(first[2]["model"][name], second[2]["model"][name]) for name in first[2]["model"])
@@ -443,13 +443,13 @@ def used_optimizer(rank):
     )
 
 
-def test_an_optimizer_that_was_used_cannot_be_taken_over():
+def test_an_optimizer_that_already_stepped_is_an_error():
     outcomes = outcomes_of(used_optimizer, 2)
     assert [outcome.error for outcome in outcomes] == ["UsageError"] * 2
     assert "To fix" in outcomes[0].message
 
 
-def test_a_tensor_of_one_process_is_all_here():
+def test_a_plain_tensor_is_its_own_shard():
     tensor = torch.randn(3)
     assert not is_spread(tensor)
     assert local(tensor) is tensor

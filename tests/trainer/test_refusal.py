@@ -83,7 +83,7 @@ def test_modes_and_replaced_buffers_are_restored(make_trainer):
     assert all(m.training for m in trainer.model.modules())
 
 
-def test_the_random_stream_goes_on_and_a_replay_can_use_the_kept_state(make_trainer):
+def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make_trainer):
     model = make_model(dropout=0.5)
     masks = []
 
@@ -120,7 +120,7 @@ def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
     assert make_trainer(model, train_data=make_batches(5)).fit().healthy
 
 
-def test_a_buffer_that_turns_bad_while_loss_and_gradient_are_fine_is_refused(make_trainer):
+def test_a_non_finite_buffer_is_refused_even_if_loss_and_gradient_are_finite(make_trainer):
     class Clamp(nn.Module):
         def __init__(self):
             super().__init__()
@@ -192,7 +192,7 @@ def test_the_budget_bounds_refusals_over_the_run(make_trainer, budget):
     assert stopped.value.incident.trigger.guard == "finite"
 
 
-def test_a_parameter_that_turns_bad_is_named_and_the_run_goes_back(make_trainer):
+def test_a_parameter_that_becomes_nan_is_named_and_rolled_back(make_trainer):
     class Spoiling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 3:
@@ -292,7 +292,7 @@ class Unpicklable:
         raise RuntimeError("not to be pickled")
 
 
-def test_a_batch_that_cannot_be_written_does_not_end_the_run(make_trainer):
+def test_a_batch_that_cannot_be_pickled_does_not_end_the_run(make_trainer):
     batches = [Unpicklable(x, y) for x, y in make_batches(4, bad=(1,))]
     config = {"recovery": {"ladder": ["skip"]}}
     trainer = make_trainer(loss_fn=lambda m, b: F.mse_loss(m(b.x), b.y), train_data=batches, config=config)
@@ -311,28 +311,28 @@ def broken_array(model, batch):
 
 
 @pytest.mark.parametrize("loss_fn", [broken_list, broken_array])
-def test_a_mistake_in_the_program_is_no_incident(make_trainer, loss_fn):
+def test_an_index_error_of_plain_python_is_no_incident(make_trainer, loss_fn):
     trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(3))
     with pytest.raises(IndexError):
         trainer.fit()
     assert trainer.run.result.incidents == []
 
 
-def test_an_index_beyond_a_table_is_an_incident(make_trainer):
+def test_an_index_outside_an_embedding_is_an_incident(make_trainer):
     model = nn.Sequential(nn.Embedding(4, 1), nn.Flatten())
     batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
     result = make_trainer(model, train_data=batches).fit()
     assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
 
 
-def test_a_loss_that_trains_nothing_is_an_error(make_trainer):
+def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_an_error(make_trainer):
     other = make_model()
     trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
     with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
         trainer.fit()
 
 
-def test_a_backward_in_the_training_step_is_an_error(make_trainer):
+def test_backward_in_the_training_step_is_an_error(make_trainer):
     def loss_fn(model, batch):
         loss = mse(model, batch)
         loss.backward(retain_graph=True)
