@@ -1,9 +1,10 @@
-"""Every defect is found by the check that is there for it, and gone for that check once its fix is applied."""
+"""Each planted defect is found by its check, and no longer found once the proposed fix is applied."""
 
 from __future__ import annotations
 
 import pytest
-from preflight_cases import DEFECTS, Planted, make_text_trainer, make_trainer
+from preflight_cases import make_text_trainer, make_trainer
+from preflight_defects import DEFECTS, Planted
 
 from safetrain import check
 from safetrain.preflight import CHECKS, FAIL, PASS, SKIP, WARN
