@@ -1,4 +1,4 @@
-"""The chaos script: a short form each time, the whole of it when slow tests run."""
+"""scripts/chaos.py: a short form in every test run, the full script with the slow tests."""
 
 import os
 import subprocess

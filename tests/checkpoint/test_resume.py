@@ -1,12 +1,14 @@
-"""A run that dies and is resumed ends bit for bit where it would have ended."""
+"""A run that is killed and resumed ends bit-identical to an uninterrupted one."""
 
-import json
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_cases import Counting, Gone, Iterable, OwnState, make_samples
+from records import journal
 from small import make_batches, mse
 from torch.utils.data import DataLoader
 
@@ -149,8 +151,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(start, tmp_path):
         path.rmdir()
     result = start("run", train_data=make_batches(4)).fit(resume=True)
     assert (result.steps, result.attempted) == (4, 4)
-    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in journal if line["event"] == "step"] == [0, 1, 2, 3]
+    assert [line["step"] for line in journal(tmp_path / "run") if line["event"] == "step"] == [0, 1, 2, 3]
 
 
 def test_a_finished_run_resumes_to_the_same_result_or_trains_longer(start):
@@ -179,8 +180,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_logged(check_exact, star
         torch.equal(a, b)
         for a, b in zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
     )
-    notes = [json.loads(x) for x in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    assert any(n["event"] == "note" and newest.name in n["text"] and "passed over" in n["text"] for n in notes)
+    notes = [line["text"] for line in journal(tmp_path / "run") if line["event"] == "note"]
+    assert any(newest.name in text and "passed over" in text for text in notes)
     assert (newest.parent / f"{newest.name}.damaged").is_dir()
 
 
@@ -197,12 +198,10 @@ def test_only_damaged_checkpoints_are_an_error_and_nothing_is_written(start, tmp
 def test_a_torn_last_line_of_the_journal_is_repaired(start, tmp_path):
     with pytest.raises(Gone):
         start("run", 6, train_data=make_batches_of_seed(8), config={"loop": {"max_steps": 12}}).fit()
-    journal = tmp_path / "run" / "journal.jsonl"
-    with open(journal, "a") as file:
+    with open(tmp_path / "run" / "journal.jsonl", "a") as file:
         file.write('{"event": "step", "ste')
     start("run", train_data=make_batches_of_seed(8), config={"loop": {"max_steps": 12}}).fit(resume=True)
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(12))
+    assert [line["step"] for line in journal(tmp_path / "run") if line["event"] == "step"] == list(range(12))
 
 
 def test_allowed_changes_apply_and_others_are_refused_with_the_difference(start):
@@ -246,8 +245,7 @@ def test_two_runs_on_one_directory_are_refused(start):
 def test_caveats_of_a_resume_are_logged_at_the_start(start, tmp_path):
     def notes(name, batches, **config):
         start(name, train_data=batches, config=config).fit()
-        lines = [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
-        return [line["text"] for line in lines if line["event"] == "note"]
+        return [line["text"] for line in journal(tmp_path / name) if line["event"] == "note"]
 
     assert notes("list", make_batches(2)) == []
     assert notes("map", make_samples(), data={"batch_size": 20}) == []
@@ -258,9 +256,6 @@ def test_caveats_of_a_resume_are_logged_at_the_start(start, tmp_path):
 
 
 def test_a_signal_saves_and_the_run_goes_on_exactly(start):
-    import os
-    import signal
-
     class Signalled(SafeTrainer):
         def on_commit(self, view):
             if view.step == 5:

@@ -1,4 +1,4 @@
-"""Checkpoints in parts, as one process reads them."""
+"""Sharded checkpoints, read by one process."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Entering data in the middle: exactly, and without reading what was consumed before."""
+"""Data streams resume in the middle of an epoch: exactly, and without reading what was consumed before."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def stream_over(data, workers=0, rank=0, world_size=1, drop_last=False):
 
 
 def rest_of(stream, num_epochs=2):
-    """What the stream still gives: this epoch, and the ones after it."""
+    """The remaining batches of this epoch and of the ones after it."""
     found = []
     for _ in range(num_epochs):
         while window := stream.take(2):

@@ -1,4 +1,4 @@
-"""One epoch shared out among processes: disjoint, whole, in step, and taken up by another number of them."""
+"""One epoch sharded among processes: disjoint, complete, equally long, and continued by another number of them."""
 
 import itertools
 
@@ -31,7 +31,7 @@ class NumberStream(IterableDataset):
 
 
 class Restless(Sampler):
-    """Draws anew from the global random state for every index."""
+    """Draws from the global random state for every index."""
 
     def __iter__(self):
         left = list(range(24))
@@ -54,7 +54,7 @@ def streams_over(make, world_size, **options):
 
 
 def windows(streams, count=10**6, size=1):
-    """The windows of each process, as lists of samples; every process draws other random numbers meanwhile."""
+    """The windows of each process, as lists of samples; each process draws other random numbers in between."""
     found = [[] for _ in streams]
     for index in range(count):
         taken = []

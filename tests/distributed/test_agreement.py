@@ -1,4 +1,4 @@
-"""What follows from the numbers that ranks told each other. Plain numbers, no processes."""
+"""What follows from the numbers that ranks exchange. Plain numbers, no processes."""
 
 import math
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-def told(*rows, statuses=None):
+def reports(*rows, statuses=None):
     statuses = statuses or [Status.STEP] * len(rows)
     return Told([Word(status) for status in statuses], [tallied(row) for row in rows])
 
@@ -32,8 +32,8 @@ def test_packing_and_unpacking_a_vector_round_trips():
     layout.extend(["loss/0", "metric/accuracy", "metric/elsewhere"])
     word = Word(Status.FAILED, signal=15, out_of_time=True, trail=2**32 - 1, last_norm=0.1, num_unknown=2)
     values = {"loss/0": [torch.tensor(1.5)], "metric/accuracy": [0.25, torch.tensor(0.75)]}
-    heard, row = layout.unpack(layout.pack(word, values, CPU).tolist())
-    assert heard == word
+    unpacked, row = layout.unpack(layout.pack(word, values, CPU).tolist())
+    assert unpacked == word
     assert row == tallied(values)
     assert "metric/elsewhere" not in row
 
@@ -70,11 +70,11 @@ def test_a_metric_of_some_ranks_is_averaged_over_them():
 @pytest.mark.parametrize(
     ("exchange", "suspects"),
     [
-        (told({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
-        (told({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
-        (told({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
-        (told({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
-        (told({"loss/0": [NAN]}, {}, statuses=[Status.STEP, Status.FAILED]), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
+        (reports({"loss/0": [NAN]}, {}, statuses=[Status.STEP, Status.FAILED]), [1, 0]),
     ],
 )
 def test_suspects(exchange, suspects):
@@ -82,7 +82,7 @@ def test_suspects(exchange, suspects):
 
 
 @pytest.mark.parametrize(
-    ("words", "apart"),
+    ("statuses", "diverged"),
     [
         ([Word(Status.STEP, trail=1), Word(Status.STEP, trail=1)], []),
         ([Word(Status.STEP, trail=1), Word(Status.STEP, trail=2)], [1]),
@@ -90,8 +90,8 @@ def test_suspects(exchange, suspects):
         ([Word(Status.STEP, last_norm=NAN), Word(Status.STEP, last_norm=NAN)], []),
     ],
 )
-def test_diverged_ranks_are_detected(words, apart):
-    assert Told(words).come_apart == apart
+def test_diverged_ranks_are_detected(statuses, diverged):
+    assert Told(statuses).come_apart == diverged
 
 
 def test_a_signal_or_time_limit_on_any_rank_holds_for_all():

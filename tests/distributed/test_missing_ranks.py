@@ -1,4 +1,4 @@
-"""A rank that hangs, dies or has no data: the others end too, and say which rank it was and where."""
+"""A rank that hangs, dies or has no data: the others end too, and name the rank and its line of code."""
 
 import os
 import signal
@@ -95,19 +95,19 @@ def test_an_exception_outside_the_step_is_reported_by_the_other_ranks(tmp_path):
 
 def run_data_faults(rank, directory):
     """Two runs in the same processes: the first failure leaves all ranks in step."""
-    said = []
+    errors = []
     made = trainer("", f"{directory}/raising", RaisingData())
     try:
         made.fit()
     except (OSError, RankError) as error:
-        said.append((type(error).__name__, str(error), made.run.result.steps))
+        errors.append((type(error).__name__, str(error), made.run.result.steps))
     made = trainer("", f"{directory}/uneven")
     take, made.stream.take = made.stream.take, lambda count: [] if rank == GUILTY and made.step == 4 else take(count)
     try:
         made.fit()
     except Exception as error:
-        said.append((type(error).__name__, str(error), made.run.result.steps))
-    return said
+        errors.append((type(error).__name__, str(error), made.run.result.steps))
+    return errors
 
 
 def test_data_that_raises_or_ends_on_one_rank(tmp_path):

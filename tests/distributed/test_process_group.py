@@ -1,4 +1,4 @@
-"""The helper itself: what ranks return, raise and say is known, and what hangs is ended with its stacks."""
+"""The test helper itself: values, exceptions and output of ranks are returned; hanging ranks are ended with their stacks."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Data of all kinds and sizes is read within the budget, and the report says how much of it was seen."""
+"""Data of all kinds and sizes is read within the budget, and the report says how much of it was read."""
 
 from __future__ import annotations
 

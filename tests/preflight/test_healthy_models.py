@@ -1,4 +1,4 @@
-"""What is unusual and meant is not told to be wrong."""
+"""Models and data that are unusual on purpose give no warnings."""
 
 from __future__ import annotations
 

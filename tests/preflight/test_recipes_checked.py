@@ -1,4 +1,4 @@
-"""Healthy recipes pass within seconds; of their broken twins the check finds what can be found before training."""
+"""Healthy recipes pass within seconds; for their broken twins the check finds what can be found before training."""
 
 from __future__ import annotations
 

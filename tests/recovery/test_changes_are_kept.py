@@ -1,4 +1,4 @@
-"""What recovery changes of the computation goes on after a resume, and is told at the end with how to make it permanent."""
+"""Islands and patches of recovery survive a resume, and the end of the run says how to make them permanent."""
 
 import json
 import math
@@ -103,9 +103,9 @@ def test_islands_and_patches_are_printed_at_the_end(make_trainer, capsys, faulty
     make_trainer(train_data=batches_with_zero(), **parts).fit()
     end = capsys.readouterr().out.rpartition("done: ")[2]
     if faulty is overflowing:
-        _, said, told = end.partition("to make it permanent, add to the config:\n")
-        assert said
-        assert yaml.safe_load("".join(told.splitlines(True)[:4])) == {"guards": {"islands": {"modules": ["2"]}}}
+        _, found, snippet = end.partition("to make it permanent, add to the config:\n")
+        assert found
+        assert yaml.safe_load("".join(snippet.splitlines(True)[:4])) == {"guards": {"islands": {"modules": ["2"]}}}
     else:
         end = " ".join(end.split())  # wrapped where the path is long
         assert "sqrt at" in end

@@ -1,4 +1,4 @@
-"""Rungs that give a step up: skip it, go back, start again, or stop. Each alone saves the run, and each ends with its budget."""
+"""Rungs that give up a step: skip, roll back, restart or stop. Each alone recovers the run, and each ends with its budget."""
 
 import math
 
@@ -113,8 +113,8 @@ def test_a_state_that_only_fits_the_last_batch_is_rolled_back(make_trainer):
 
 def test_a_bad_state_is_rolled_back_to_the_newest_trusted_snapshot(make_trainer, check_saved):
     trainer = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP)
-    said = "went back to the state of step 10 (memory), 3 committed steps undone"
-    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="rollback", said=said)
+    reason = "went back to the state of step 10 (memory), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="rollback", reason=reason)
     assert rollbacks_of(result) == [(10, 10, "trusted")]
     assert result.rollbacks == 1
 
@@ -126,7 +126,7 @@ def test_a_repeated_rollback_picks_an_older_snapshot(make_trainer, check_saved):
         steps=19,
         incidents={13: "rollback", 15: "rollback"},
         rung="rollback",
-        said="went back to the state of step",
+        reason="went back to the state of step",
     )
     assert rollbacks_of(result) == [(10, 10, "trusted"), (5, 5, "trusted")]
 
@@ -181,8 +181,8 @@ def test_rollbacks_to_memory_and_disk_share_a_budget(make_trainer, check_stopped
 
 def test_without_snapshots_the_run_rolls_back_to_disk(make_trainer, check_saved):
     trainer = make_trainer("disk", cls=Spoiling, train_data=make_batches(30), config=DISK)
-    said = "went back to the state of step 10 (disk), 3 committed steps undone"
-    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="disk", said=said)
+    reason = "went back to the state of step 10 (disk), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="disk", reason=reason)
     assert rollbacks_of(result) == [(10, 10, "disk")]
 
 

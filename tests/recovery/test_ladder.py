@@ -1,4 +1,4 @@
-"""Which rungs there are, in which order, and whose: the user's own ladder, in YAML or in code."""
+"""Which rungs are tried, in which order; custom rungs in YAML or in code."""
 
 import math
 import sys

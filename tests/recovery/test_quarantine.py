@@ -1,4 +1,4 @@
-"""A sample that keeps causing incidents is left out of later epochs, by its index, also after a resume."""
+"""A sample that keeps causing incidents is excluded from later epochs by its index, also after a resume."""
 
 import json
 import math
@@ -68,8 +68,10 @@ def test_after_two_incidents_a_sample_is_left_out(make_trainer, shuffle, workers
         assert line.keys() == {"id", "step", "epoch", "count", "reason"}
         assert (line["epoch"], line["count"], line["reason"]) == (1, 2, "finite: the loss is nan")
         reasons = next(i.decision.reasons for i in result.incidents if i.step == line["step"])
-        said = f"quarantine: sample {line['id']} of the data set has caused 2 incidents: it is left out of later epochs"
-        assert said in reasons
+        reason = (
+            f"quarantine: sample {line['id']} of the data set has caused 2 incidents: it is left out of later epochs"
+        )
+        assert reason in reasons
     # Every other sample is visited once an epoch, whatever was left out.
     healthy = [float(index) for index in range(31) if index not in BAD]
     assert all(sorted(trainer.epochs[epoch]) == healthy for epoch in range(4))

@@ -1,4 +1,4 @@
-"""Rungs that repair a step and commit it: each alone saves the run, and each ends with its budget."""
+"""Rungs that repair a step and commit it: each alone recovers the run, and each ends with its budget."""
 
 import math
 
@@ -42,8 +42,8 @@ def test_a_transient_fault_leaves_no_trace(make_trainer, check_saved, investigat
         if cls is SafeTrainer:
             assert trainer.fit().healthy
         else:
-            said = "the same step was run again and committed"
-            result = check_saved(trainer, steps=12, incidents={4: "commit"}, rung="retry", said=said)
+            reason = "the same step was run again and committed"
+            result = check_saved(trainer, steps=12, incidents={4: "commit"}, rung="retry", reason=reason)
             assert math.isnan(result.losses[4])  # what was refused is not filtered from the record
         states.append([model.state_dict(), trainer.optimizer.state_dict()])
     assert_same(*states)
@@ -77,7 +77,7 @@ def test_guilty_samples_are_left_out_and_the_rest_is_committed(make_trainer, che
                 steps=10,
                 incidents={4: "commit", 7: "commit"},
                 rung="samples",
-                said="left out, the rest committed",
+                reason="left out, the rest committed",
             )
             assert [incident.samples for incident in result.incidents] == [[2, 5], [0]]
             assert (
@@ -96,8 +96,8 @@ def test_leaving_samples_out_ends_with_its_budget(make_trainer, check_stopped):
 def test_a_bad_micro_batch_is_left_out(make_trainer, check_saved):
     config = {"loop": {"grad_accum": 2}, "guards": {"finite": {"drop_micro_batch": True}}}
     trainer = make_trainer("micro_batch", train_data=make_batches(12, bad=(5,)), config=config)
-    said = "micro-batch 1 of 2 left out"
-    check_saved(trainer, steps=6, incidents={2: "commit"}, rung="micro_batch", said=said)
+    reason = "micro-batch 1 of 2 left out"
+    check_saved(trainer, steps=6, incidents={2: "commit"}, rung="micro_batch", reason=reason)
 
 
 def test_leaving_micro_batches_out_ends_with_its_budget_and_where_none_is_good(make_trainer, check_stopped):
@@ -146,8 +146,8 @@ def test_the_overflowing_module_becomes_an_island(make_trainer, check_saved):
     trainer = make_trainer(
         "island", model=make_overflowing(1.0), loss_fn=float_mse, train_data=make_batches(10), config=FP16
     )
-    said = "2 is kept in float32 from now on"
-    result = check_saved(trainer, steps=10, incidents={0: "commit"}, rung="island", said=said)
+    reason = "2 is kept in float32 from now on"
+    result = check_saved(trainer, steps=10, incidents={0: "commit"}, rung="island", reason=reason)
     assert result.islands["modules"] == ["2"]
 
 
@@ -172,7 +172,7 @@ def test_islands_end_with_their_budget(make_trainer, check_saved, check_stopped)
         )  # fmt: skip
         if budget == 2:
             result = check_saved(
-                trainer, steps=10, incidents={0: "commit", 6: "commit"}, rung="island", said="is kept in float32"
+                trainer, steps=10, incidents={0: "commit", 6: "commit"}, rung="island", reason="is kept in float32"
             )
             assert result.islands["modules"] == ["2", "4"]
         else:
@@ -203,8 +203,8 @@ def test_the_safe_variant_runs_at_the_blamed_line(make_trainer, check_saved):
     trainer = make_trainer(
         "patch", loss_fn=rooted, train_data=with_zeros(make_batches(10), 3, 6), recovery={"heal": ["patch"]}
     )
-    said = "runs as its safe variant from now on; to make it permanent: "
-    result = check_saved(trainer, steps=10, incidents={3: "commit"}, rung="patch", said=said)
+    reason = "runs as its safe variant from now on; to make it permanent: "
+    result = check_saved(trainer, steps=10, incidents={3: "commit"}, rung="patch", reason=reason)
     (patch,) = result.patches
     assert (patch["operations"], patch["code"]) == (["sqrt"], "return out.square().mean() + size.sqrt().mean()  # its derivative at 0 is infinite")  # fmt: skip
     assert patch["num_uses"] == 7
@@ -308,4 +308,4 @@ def test_a_repair_that_did_not_help_is_undone(make_trainer, check_stopped):
 
 def test_the_default_ladder_prefers_leaving_out_samples_to_skipping(make_trainer, check_saved):
     trainer = make_trainer(train_data=with_bad_samples(make_batches(8), (4, 2)), loss_fn=mse)
-    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", said="sample 2 of the batch left out")
+    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", reason="sample 2 of the batch left out")

@@ -1,4 +1,4 @@
-"""Windows of micro-batches, and what happens to the gradient between backward and step."""
+"""Windows of micro-batches, and clipping between backward and the optimizer step."""
 
 import math
 

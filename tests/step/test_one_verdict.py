@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, all ranks decide the same, hold the same weights, and decide as a single process does."""
+"""Whatever goes wrong on one rank, all ranks decide the same, hold the same weights, and decide as a single process would."""
 
 import math
 
@@ -60,7 +60,7 @@ def alone(tmp_path):
 
 
 def assert_together(ranks):
-    """All ranks ended alike, with the same bits."""
+    """All ranks ended in the same way, with bit-identical weights."""
     first = ranks[0]
     for other in ranks[1:]:
         assert other.summary == first.summary

@@ -1,4 +1,4 @@
-"""How often the host waits for the device, and what is late when it waits less."""
+"""How often the host waits for the device, and what deferred reads (`loop.host_read_every`) change."""
 
 import math
 

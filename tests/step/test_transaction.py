@@ -1,4 +1,4 @@
-"""What a forward pass may write to beside BatchNorm's statistics is put back when its step is refused."""
+"""Everything that a forward pass writes to, not only BatchNorm's statistics, is restored when its step is refused."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The activations guard in a run, and all four that look inside together: one host read, the bits of a plain loop."""
+"""The activations guard in a run, alone and with the other guards that install hooks: one host read, the weights of a plain loop."""
 
 import json
 

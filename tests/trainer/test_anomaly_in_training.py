@@ -1,4 +1,4 @@
-"""Anomaly mode over a whole run: what it raises is a refused step, not the end of the run."""
+"""Anomaly mode over a whole run: an error that it raises is a refused step, not the end of the run."""
 
 import math
 
@@ -26,7 +26,7 @@ def marked(count, bad):
     return batches
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")  # torch tells the forward traceback as a warning
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")  # torch reports the forward traceback as a warning
 def test_an_error_of_anomaly_mode_is_a_refused_step_with_its_message(make_trainer):
     seen = {}
 

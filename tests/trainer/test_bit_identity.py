@@ -1,4 +1,4 @@
-"""Guards that do not fire leave the numbers exactly those of a hand-written loop."""
+"""Guards that do not fire leave the weights bit-identical to a hand-written loop."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What can be trained on, and a clear word about what cannot."""
+"""What data and losses can be trained on, and clear errors for what cannot."""
 
 import dataclasses
 import os

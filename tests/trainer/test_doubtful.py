@@ -1,4 +1,4 @@
-"""A loss that is suspicious early in a run: a hard batch passes unnoticed, a learning rate that is too high does not."""
+"""A suspicious loss early in a run: a hard batch passes, a learning rate that is too high does not."""
 
 import torch
 from small import assert_same, make_batches, make_model, mse

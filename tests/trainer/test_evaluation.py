@@ -1,4 +1,4 @@
-"""Evaluation leaves no trace in training; the average of the weights follows committed steps only."""
+"""Evaluation leaves no trace in training; the EMA follows committed steps only."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A subclass is wired as it reads, or it is an error when the class is made."""
+"""Hooks of a subclass are called, or the class cannot be created."""
 
 import pytest
 import torch

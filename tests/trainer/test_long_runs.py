@@ -1,4 +1,4 @@
-"""A long run neither slows down nor grows: what is kept of its steps is bounded, or on disk."""
+"""A long run neither slows down nor grows: what is kept per step is bounded, or on disk."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""A refused step is as if it had never happened."""
+"""A refused step leaves no trace."""
 
 import copy
 import json
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from records import journal
 from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
@@ -142,15 +143,11 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
         out = model(batch[0])
         return out.mean() + (out - out.detach()).abs().sqrt().sum()  # sqrt'(0) is infinite
 
-    result_of_stop = None
-    try:
+    with pytest.raises(TrainingStopped) as stopped:
         make_trainer(loss_fn=loss_fn, train_data=make_batches(30)).fit()
-    except TrainingStopped as stopped:
-        result_of_stop = stopped
-    assert result_of_stop is not None
-    assert result_of_stop.result.steps == 0
-    assert result_of_stop.incident.trigger.signal == "grad_norm"
-    assert all(math.isfinite(loss) for loss in result_of_stop.result.losses)
+    assert stopped.value.result.steps == 0
+    assert stopped.value.incident.trigger.signal == "grad_norm"
+    assert all(math.isfinite(loss) for loss in stopped.value.result.losses)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
     ],
 )
 def test_repeated_refusals_escalate(make_trainer, finite, bad):
-    """To a look at the last good batch, which tells bad data from a bad state."""
+    """To a replay of the last good batch, which distinguishes bad data from a bad state."""
     for state_is_bad in (False, True):
         model = make_model()
 
@@ -265,8 +262,7 @@ def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_tr
     expected = [0.1] * 3 + [0.1 * 0.5 * growth**n for n in range(2)] + [0.1] * 4
     assert used == pytest.approx(expected)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    journal = [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
-    steps = [line for line in journal if line["event"] == "step"]
+    steps = [line for line in journal(result) if line["event"] == "step"]
     assert [line["lr"] for line in steps if line["action"] == "commit"] == pytest.approx(expected)
     assert "learning rate scaled by 0.5" in " ".join(steps[4]["reasons"])
 
