@@ -21,11 +21,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        background: bool,
-        published: Callable[[Path], None],
-        tidy: Callable[[], None],
+        self, store: CheckpointStore, background: bool, published: Callable[[Path], None], tidy: Callable[[], None]
     ) -> None:
         """`published` is called with each new checkpoint as soon as it is safely on disk, `tidy` after it."""
         self.store, self._published, self._tidy = store, published, tidy

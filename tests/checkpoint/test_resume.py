@@ -28,11 +28,7 @@ def test_a_data_set_with_shuffling_accumulation_ema_schedule_refusals_and_evalua
         "checkpoint": {"async": background},
     }
     check_exact(
-        (3, 9, 9, 17),
-        data=lambda: Counting(bad=(7, 30)),
-        config=config,
-        eval_data=make_batches(2),
-        scheduler=COSINE,
+        (3, 9, 9, 17), data=lambda: Counting(bad=(7, 30)), config=config, eval_data=make_batches(2), scheduler=COSINE
     )
 
 

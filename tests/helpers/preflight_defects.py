@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from preflight_cases import (
-    NUM_CLASSES,
-    NUM_FEATURES,
-    Net,
-    cross_entropy,
-    make_data,
-    make_text_trainer,
-    make_trainer,
-)
+from preflight_cases import NUM_CLASSES, NUM_FEATURES, Net, cross_entropy, make_data, make_text_trainer, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
