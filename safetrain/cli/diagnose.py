@@ -228,9 +228,9 @@ class Examination:
 
     def _indices(self, position: int, incident: Incident) -> list[int]:
         """Of the guilty samples in the data set, where a batch is so many samples in a row."""
-        from ..data.sources import MapData
+        from ..data.sources import MapSource
 
-        if self._unit != "batch" or not isinstance(self._trainer.stream._source, MapData):
+        if self._unit != "batch" or not isinstance(self._trainer.stream.source, MapSource):
             return []
         return [position * self._config.data.batch_size + sample for sample in incident.samples]
 

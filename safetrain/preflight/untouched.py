@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..data.sources import Listed
+from ..data.sources import ListSource
 from ..tensors.rng import RandomState
 from .belongings import Belongings
 
@@ -123,6 +123,6 @@ def _modules(trainer: SafeTrainer) -> list[nn.Module]:
 def _others(trainer: SafeTrainer) -> list[Any]:
     """The loss, the schedule, the optimizer, the data, and what a subclass holds itself."""
     # A list of batches is read only, and copied before it is used; it may be all of the data.
-    sources = [] if isinstance(trainer.stream._source, Listed) else [trainer.stream._source]
+    sources = [] if isinstance(trainer.stream.source, ListSource) else [trainer.stream.source]
     own = [value for value in vars(trainer).values() if not type(value).__module__.startswith("safetrain.")]
     return [trainer.loss_fn, trainer.scheduler, vars(trainer.optimizer), *sources, *own]

@@ -1,4 +1,4 @@
-"""What follows from the numbers that ranks told each other. Plain numbers, no processes."""
+"""What follows from the numbers that ranks exchange. Plain numbers, no processes."""
 
 import math
 
@@ -22,18 +22,18 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-def told(*rows, statuses=None):
+def reports(*rows, statuses=None):
     statuses = statuses or [RankState.STEP] * len(rows)
     return RankReports([RankStatus(status) for status in statuses], [tallied(row) for row in rows])
 
 
-def test_a_vector_brings_back_what_was_put_in():
+def test_packing_and_unpacking_a_vector_round_trips():
     layout = Layout()
     layout.extend(["loss/0", "metric/accuracy", "metric/elsewhere"])
     word = RankStatus(RankState.FAILED, signal=15, out_of_time=True, trail=2**32 - 1, last_norm=0.1, num_unknown=2)
     values = {"loss/0": [torch.tensor(1.5)], "metric/accuracy": [0.25, torch.tensor(0.75)]}
-    heard, row = layout.unpack(layout.pack(word, values, CPU).tolist())
-    assert heard == word
+    unpacked, row = layout.unpack(layout.pack(word, values, CPU).tolist())
+    assert unpacked == word
     assert row == tallied(values)
     assert "metric/elsewhere" not in row
 
@@ -56,13 +56,13 @@ def test_the_layout_only_grows():
         ([INF, -INF], NAN, INF),
     ],
 )
-def test_bad_numbers_of_any_rank_show(values, mean, largest):
+def test_non_finite_numbers_of_any_rank_show_in_mean_and_maximum(values, mean, largest):
     rows = [tallied({"x": [value]}) for value in values]
     assert mean_over(rows, "x") == pytest.approx(mean, nan_ok=True)
     assert largest_over(rows, "x") == pytest.approx(largest, nan_ok=True)
 
 
-def test_a_metric_of_some_ranks_is_their_mean():
+def test_a_metric_of_some_ranks_is_averaged_over_them():
     rows = [tallied({"x": [1.0, 2.0]}), tallied({}), tallied({"x": [6.0]})]
     assert mean_over(rows, "x") == 3.0
 
@@ -70,11 +70,11 @@ def test_a_metric_of_some_ranks_is_their_mean():
 @pytest.mark.parametrize(
     ("exchange", "suspects"),
     [
-        (told({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
-        (told({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
-        (told({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
-        (told({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
-        (told({"loss/0": [NAN]}, {}, statuses=[RankState.STEP, RankState.FAILED]), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
+        (reports({"loss/0": [NAN]}, {}, statuses=[RankState.STEP, RankState.FAILED]), [1, 0]),
     ],
 )
 def test_suspects(exchange, suspects):
@@ -82,7 +82,7 @@ def test_suspects(exchange, suspects):
 
 
 @pytest.mark.parametrize(
-    ("words", "apart"),
+    ("statuses", "diverged"),
     [
         ([RankStatus(RankState.STEP, trail=1), RankStatus(RankState.STEP, trail=1)], []),
         ([RankStatus(RankState.STEP, trail=1), RankStatus(RankState.STEP, trail=2)], [1]),
@@ -90,11 +90,11 @@ def test_suspects(exchange, suspects):
         ([RankStatus(RankState.STEP, last_norm=NAN), RankStatus(RankState.STEP, last_norm=NAN)], []),
     ],
 )
-def test_ranks_that_have_diverged(words, apart):
-    assert RankReports(words).diverged == apart
+def test_diverged_ranks_are_detected(statuses, diverged):
+    assert RankReports(statuses).diverged == diverged
 
 
-def test_a_signal_and_the_time_of_any_rank_are_everyones():
+def test_a_signal_or_time_limit_on_any_rank_holds_for_all():
     exchange = RankReports(
         [
             RankStatus(RankState.STEP),
@@ -119,7 +119,7 @@ def test_the_most_severe_verdict_of_any_rank_wins():
         assert decision.verdicts["finite"].evidence["rank"] == rank
 
 
-def test_equal_verdicts_are_told_in_the_words_of_the_likeliest_culprit():
+def test_of_equal_verdicts_the_one_of_the_first_suspect_is_kept():
     opinions = [RankDecision(merge([("finite", refusing(Action.SKIP, f"of rank {rank}"))])) for rank in range(3)]
     assert merged(opinions, suspects=[2, 0, 1]).reasons == ["finite: of rank 2"]
 
@@ -130,13 +130,13 @@ def test_a_verdict_that_names_samples_is_preferred():
     assert merged([blank, named], suspects=[0, 1]).reasons == ["batch: sample 3"]
 
 
-def test_bystanders_of_an_exception_have_no_say():
+def test_verdicts_of_ranks_that_did_not_raise_are_ignored():
     guilty = RankDecision(merge([("loop", refusing(Action.SKIP, "IndexError"))]))
     bystander = RankDecision(merge([("loop", refusing(Action.STOP, "RankError"))]), is_bystander=True)
     assert merged([bystander, guilty], suspects=[1, 0]).reasons == ["loop: IndexError"]
 
 
-def test_an_error_in_backward_refuses_the_step_whatever_the_guards_say():
+def test_an_error_in_backward_refuses_the_step_even_if_the_guards_do_not():
     fine = RankDecision(merge([("finite", Verdict())]))
     failed = RankDecision(merge([("finite", Verdict())]), late_error="backward raised RuntimeError: nan")
     decision = merged([fine, failed], suspects=[1, 0])
