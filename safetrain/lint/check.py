@@ -19,7 +19,7 @@ from .walk import Walker
 
 SYNTAX_ERROR = "ST001"
 # A file that imports one of these and not torch is not checked.
-OTHER_ARRAYS = frozenset("numpy jax tensorflow mlx keras cupy pandas sympy paddle mpmath decimal fractions".split())
+OTHER_ARRAYS = words("numpy jax tensorflow mlx keras cupy pandas sympy paddle mpmath decimal fractions")
 
 
 def check_source(source: str | bytes, path: str = "<text>", codes: Collection[str] | None = None) -> list[Finding]:
