@@ -39,7 +39,7 @@ loss.py:6:13: ST101 log of softmax
 …
 ```
 
-It follows values through assignments, branches and the attributes that `__init__` sets, knows `import … as` and both the function and
+It follows values through assignments, branches and the attributes that `__init__` sets, resolves `import … as`, handles both the function and
 the method form of an operation, and recognises `+ eps`, `clamp`, `max(n, 1)`, `where`, `if n > 0:` and the like as guards.
 It reports only values that are known to be able to reach 0: `a / b` alone is not a finding. Rules about gradients do not apply under
 `torch.no_grad()`, and files that import NumPy, JAX or TensorFlow but not torch are skipped.

@@ -29,7 +29,7 @@ class Lane:
 
 
 def lanes_of(run: RunHistory, letter: str = "", colour: str = "") -> list[Lane]:
-    """The lanes that are not empty. `letter` and `colour` tell two compared runs apart."""
+    """The lanes that are not empty. `letter` and `colour` distinguish two compared runs."""
     ranges = [(rollback.step, rollback.to_step) for rollback in run.rollbacks]
     lanes = [
         Lane("incidents", svg.COLOURS["bad"], _marks(row.step for row in run.incidents.rows), "o"),

@@ -109,13 +109,13 @@ class RunView:
         for patch in patches if isinstance(patches, list) else []:
             if isinstance(patch, dict):
                 place = f"{str(patch.get('file')).rpartition('/')[2]}:{patch.get('line')}"
-                said = f"{place} ran as its safe variant. To make it permanent: {patch.get('fix')}"
-                found.append((said, str(patch.get("code"))))
+                text = f"{place} ran as its safe variant. To make it permanent: {patch.get('fix')}"
+                found.append((text, str(patch.get("code"))))
         if isinstance(quarantined, list) and quarantined:
             more = f", … {len(quarantined) - MAX_SAMPLES:,} more" if len(quarantined) > MAX_SAMPLES else ""
-            said = "Samples that were excluded because they repeatedly caused incidents:"
-            found.append((said, ", ".join(map(str, quarantined[:MAX_SAMPLES])) + more))
-        return [(said, code.rstrip()) for said, code in found]
+            text = "Samples that were excluded because they repeatedly caused incidents:"
+            found.append((text, ", ".join(map(str, quarantined[:MAX_SAMPLES])) + more))
+        return [(text, code.rstrip()) for text, code in found]
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Placeholders: matplotlib needs colours, the page has CSS variables, which replace these in the SVG.
-COLOURS = {
-    "ink": "#010101",
-    "muted": "#020202",
-    "line": "#030303",
-    "panel": "#040404",
-    "good": "#050505",
-    "warn": "#060606",
-    "bad": "#070707",
-    "first": "#080808",
-    "second": "#090909",
-    "third": "#0a0a0a",
-    "soft": "#0b0b0b",
-}
+_NAMES = ("ink", "muted", "line", "panel", "good", "warn", "bad", "first", "second")
+COLOURS = {name: f"#{index:02x}{index:02x}{index:02x}" for index, name in enumerate(_NAMES, 1)}
 INK, MUTED, LINE, PANEL = (COLOURS[name] for name in ("ink", "muted", "line", "panel"))
 _VARIABLE = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 _COLOUR = re.compile("|".join(_VARIABLE))
