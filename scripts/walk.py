@@ -186,17 +186,17 @@ def num_files(calls: list[Call]) -> int:
     return len({each.code.co_filename for call in calls for each in call.all()})
 
 
-def rendered(calls: list[Call], max_depth: int | None = None) -> list[str]:
+def rendered(calls: list[Call], max_depth: int | None = None, counts: bool = True) -> list[str]:
     """One line for each call: its name, and the first sentence of its docstring."""
-    lines = list(_lines(calls, 0, max_depth))
+    lines = list(_lines(calls, 0, max_depth, counts))
     column = min(max((len(name) for name, _ in lines), default=0), WIDTH // 2) + 2
     width = WIDTH - column
     texts = [(name, text if len(text) <= width else text[: width - 1].rsplit(" ", 1)[0] + " …") for name, text in lines]
-    total = f"{num_calls(calls)} calls in {num_files(calls)} files"
-    return [*(f"{name:<{column - 2}}  {text}".rstrip() for name, text in texts), "", total]
+    total = ["", f"{num_calls(calls)} calls in {num_files(calls)} files"]
+    return [*(f"{name:<{column - 2}}  {text}".rstrip() for name, text in texts), *(total if counts else [])]
 
 
-def _lines(calls: list[Call], depth: int, max_depth: int | None) -> Iterator[tuple[str, str]]:
+def _lines(calls: list[Call], depth: int, max_depth: int | None, counts: bool) -> Iterator[tuple[str, str]]:
     index = 0
     while index < len(calls):
         call, times = calls[index], 1
@@ -205,10 +205,10 @@ def _lines(calls: list[Call], depth: int, max_depth: int | None) -> Iterator[tup
         index += times
         is_cut = max_depth is not None and depth + 1 >= max_depth
         name = "  " * depth + name_of(call.code) + (f" ×{times}" if times > 1 else "")
-        hidden = num_calls(call.children) if is_cut else 0
+        hidden = num_calls(call.children) if is_cut and counts else 0
         yield name + (f" (+{hidden})" if hidden else ""), purpose_of(call.code)
         if not is_cut:
-            yield from _lines(call.children, depth + 1, max_depth)
+            yield from _lines(call.children, depth + 1, max_depth, counts)
 
 
 def name_of(code: CodeType) -> str:
@@ -250,9 +250,12 @@ def main(arguments: list[str]) -> int:
         "--bad", action="store_true", help="a step with a NaN in its batch: refused, investigated, repaired"
     )
     parser.add_argument("--max-depth", type=int, metavar="N", help=f"show N levels of calls; with --bad {BAD_DEPTH}")
+    parser.add_argument(
+        "--no-counts", action="store_true", help="without the numbers of calls, which depend on torch's version"
+    )
     options = parser.parse_args(arguments)
     depth = options.max_depth or (BAD_DEPTH if options.bad else None)
-    print("\n".join(rendered(record(options.bad), depth)))
+    print("\n".join(rendered(record(options.bad), depth, not options.no_counts)))
     return 0
 
 
