@@ -1,4 +1,4 @@
-"""What does it cost to be told of a run? See `scripts/bench_telemetry --help`."""
+"""What do console, journal and TensorBoard cost? See `scripts/bench_telemetry --help`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from safetrain.telemetry.watch import UpdateRatio
 
 LIMIT = 0.02
 BLOCK = 50
-"""Steps that are timed together: a second, in which everything that is told at intervals happens several times."""
+"""Steps that are timed together: a second, in which everything that is logged at intervals is logged several times."""
 
 
 class Work(nn.Module):
-    """A small network, with as many multiplications beside it as a step of the wanted length takes."""
+    """A small network, and as many matrix multiplications as a step of the wanted length takes."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -46,16 +46,16 @@ class Work(nn.Module):
 
 
 class Timed(SafeTrainer):
-    """Takes turns: a block of steps with everyone told, a block with nobody. What telling takes is also timed where it happens."""
+    """In turn a block of steps with telemetry and one without. The time spent in telemetry is also measured where it happens."""
 
-    telling = 0.0
-    """Processor time of the training's own thread in which someone was told something, or looked at the weights for it."""
+    in_telemetry = 0.0
+    """Processor time of the training's own thread spent in telemetry, looking at the weights for it included."""
     blocks: dict[bool, list[float]]
-    """Processor time of the blocks, of all threads: with everyone told, and with nobody."""
+    """Processor time of the blocks, of all threads: with telemetry, and without."""
 
     def on_commit(self, view: Any) -> None:
         if view.step == 0:
-            self.told, self.silent = self.run.telemetry, Telemetry()
+            self.full, self.silent = self.run.telemetry, Telemetry()
             self.silent.stepped = lambda record: None  # type: ignore[method-assign]
             self.blocks = {True: [], False: []}
             self.run.stepped = self.timed(self.run.stepped)  # type: ignore[method-assign]
@@ -64,13 +64,13 @@ class Timed(SafeTrainer):
         if (view.step + 1) % BLOCK:
             return
         now = time.process_time()
-        is_told = self.run.telemetry is self.told
+        is_on = self.run.telemetry is self.full
         if view.step >= 2 * BLOCK:  # the first two warm up
-            self.blocks[is_told].append(now - self.begin)
+            self.blocks[is_on].append(now - self.begin)
         else:
-            self.telling = 0.0
-        self.run.telemetry = self.silent if is_told else self.told
-        self.told.is_busy = is_told  # nobody looks at the weights then, either
+            self.in_telemetry = 0.0
+        self.run.telemetry = self.silent if is_on else self.full
+        self.full.is_busy = is_on  # without telemetry nothing looks at the weights either
         self.begin = time.process_time()
 
     def timed(self, function: Any) -> Any:
@@ -79,8 +79,8 @@ class Timed(SafeTrainer):
             try:
                 return function(*arguments)
             finally:
-                if self.run.telemetry is self.told:
-                    self.telling += time.thread_time() - begin
+                if self.run.telemetry is self.full:
+                    self.in_telemetry += time.thread_time() - begin
 
         return call
 
@@ -124,15 +124,15 @@ def main() -> int:
             trainer.fit()
         sys.stdout = stdout
     silent = statistics.median(trainer.blocks[False]) / BLOCK
-    num_told = BLOCK * len(trainer.blocks[True])
-    telling = trainer.telling / num_told
-    share = telling / silent
+    num_on = BLOCK * len(trainer.blocks[True])
+    seconds = trainer.in_telemetry / num_on
+    share = seconds / silent
     by_turns = statistics.median(trainer.blocks[True]) / BLOCK / silent - 1
     print(f"a step without telemetry    {1000 * silent:7.3f} ms of processor time")
-    print(f"telling                     {1000 * telling:7.3f} ms")
+    print(f"in telemetry                {1000 * seconds:7.3f} ms")
     print(f"share of the step           {100 * share:7.2f}%, limit {100 * LIMIT:.0f}%")
     print(
-        f"  by turns                  {100 * by_turns:7.2f}% (told against not told, in blocks; a busy machine disturbs it)"
+        f"  by turns                  {100 * by_turns:7.2f}% (with against without, in blocks; a busy machine disturbs it)"
     )
     return 0 if share <= LIMIT else 1
 

@@ -326,7 +326,7 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[bool]:
 
 
 def fill(directory: Path, leave: int) -> Path:
-    """A file that leaves so many bytes free."""
+    """A file that leaves this many bytes free."""
     filler = directory / "filler"
     free = shutil.disk_usage(directory).free
     with open(filler, "wb") as file:

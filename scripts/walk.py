@@ -65,7 +65,7 @@ def is_counted(code: CodeType) -> bool:
 
 
 class Recorder:
-    """Told by the data when a batch is asked for, it finds the loop: the innermost function that is there both times."""
+    """The data notifies it when a batch is asked for. The loop is the innermost function that is running both times."""
 
     def __init__(self, num_before: int, num_recorded: int) -> None:
         self.num_before, self.num_recorded = num_before, num_recorded
