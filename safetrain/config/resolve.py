@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._private.aliases import MOVED
 from ..core.spelling import suggest
 
 MAX_HOPS = 20
@@ -56,6 +57,8 @@ class Found:
 def resolve(dotted_name: str) -> Module | Found:
     """What `package.module.Name` refers to. Raises NotDefined or Unclear."""
     top, *names = dotted_name.split(".")
+    if (moved := MOVED.get(f"{top}.{names[0]}")) is not None:
+        names = [*moved.split(".")[1:], *names[1:]]
     return walk(_top_level(top), names)
 
 
