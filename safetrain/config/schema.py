@@ -195,7 +195,8 @@ class Config:
     optimizer: Target = field(
         default_factory=lambda: {"_target_": "torch.optim.AdamW", "lr": 1e-3}, metadata=target(num_injected=1)
     )
-    """The `_target_` of the optimizer; it is given the trainable parameters."""
+    """The `_target_` of the optimizer; it is given the trainable parameters. One of `torch.optim` is fused where torch has such a
+    kernel, unless `fused` or `foreach` is given."""
     scheduler: Target | None = field(default=None, metadata=target(num_injected=1))
     """The `_target_` of a learning-rate scheduler; it is given the optimizer and stepped once per committed step."""
     loop: LoopConfig = field(default_factory=LoopConfig)
