@@ -175,6 +175,8 @@ class LoggingConfig:
     """Trackers that are told the same as TensorBoard. Each must be installed, and is set up by its own environment variables."""
     project: str | None = None
     """Name of the project or experiment in those trackers; without it, `name`."""
+    sinks: list[Target] = field(default_factory=list, metadata=target())
+    """Sinks of your own, a `_target_` each: subclasses of `safetrain.telemetry.Sink`, which receive everything that is logged."""
 
 
 @dataclass

@@ -119,6 +119,8 @@ class Journal(Sink):
         summary = result.summary()
         summary["incidents"] = len(result.incidents)
         self._write("end", **summary)
+
+    def close(self) -> None:
         if self._close:
             self._stream.close()
 
