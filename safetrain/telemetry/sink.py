@@ -80,12 +80,6 @@ class Sink:
 
     Called in the first process only, one method at a time, from the thread that trains. `close` is called last, however the
     run ends.
-
-    >>> class Losses(Sink):
-    ...     def __init__(self):
-    ...         self.seen = []
-    ...     def logged(self, record, vitals):
-    ...         self.seen.append((record.view.step, record.loss))
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
