@@ -1,4 +1,4 @@
-"""The usual optimizers with their fused kernels where there are any, and several optimizers as one."""
+"""AdamW and SGD with fused kernels where torch has them, and several optimizers as one."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Sink:
         """`name`, `run_dir`, `parameters`, `device`, `precision`, `world_size`, `guards`, `total_steps`, and `resumed` of a resumed run."""
 
     def noted(self, text: str) -> None:
-        """A sentence for the person who reads along."""
+        """A sentence for whoever watches the run."""
 
     def stepped(self, records: Sequence[StepRecord]) -> None:
         """Every step, in batches."""

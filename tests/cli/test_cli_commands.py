@@ -237,7 +237,7 @@ def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[st
     assert "backoff" not in at("judge")
 
 
-def test_explain_tells_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     changes = [
         "loop.grad_accum=4",
         "recovery.max_refusals=17",

@@ -1,4 +1,4 @@
-"""A sink of the user's receives what ours do, cannot end the run, and is closed however the run ends."""
+"""A sink of the user's receives everything, cannot end the run, and is closed however the run ends."""
 
 import json
 import logging
@@ -108,7 +108,7 @@ def test_it_is_closed_when_a_guard_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("raises", ["started", "step", "incident", "finished", "closed"])
-def test_an_error_in_it_is_reported_once_and_training_goes_on(tmp_path, caplog, raises):
+def test_an_error_in_it_is_reported_once_and_training_continues(tmp_path, caplog, raises):
     with caplog.at_level(logging.WARNING, "safetrain"):
         result = train(tmp_path, [lines(raises=[raises]), {"_target_": "./mine.py:Mute"}])
     assert (result.steps, result.status) == (7, "done")
