@@ -81,7 +81,7 @@ def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -
     config = load(str(path), overrides, device=device).config
     # A replay needs the model, the loss and the optimizer, and must not depend on the rest.
     config.data.train = config.data.eval = config.scheduler = None
-    config.guards, config.recovery = {}, type(config.recovery)()
+    config.guards, config.recovery, config.logging.sinks = {}, type(config.recovery)(), []
     config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
     return config
 

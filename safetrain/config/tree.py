@@ -164,7 +164,7 @@ def _read_numbers_like_omegaconf() -> None:
 
 _read_numbers_like_omegaconf()
 IMPLICIT_RESOLVERS = _Loader.yaml_implicit_resolvers
-"""What plain text is read as something else than a string; who writes YAML must quote it."""
+"""Plain text that YAML reads as something other than a string, so that it must be quoted when it is written."""
 
 
 class YamlError(Exception):

@@ -138,6 +138,7 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     config.loop.max_steps, config.loop.max_epochs, config.loop.max_hours = num_steps, None, None
     config.loop.compile, config.data.num_workers = False, 0
     config.logging.console, config.logging.tensorboard = "off", False
+    config.logging.trackers, config.logging.sinks = [], []
     config.forensics.enabled, config.recovery.heal, config.recovery.ladder = False, [], ["skip"]
     checkpoint = config.checkpoint
     checkpoint.enabled, checkpoint.async_, checkpoint.save_final, checkpoint.snapshot_every = True, False, False, None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,14 @@ class Run:
         assert self.dir is not None
         if point is None:
             self.write_config()
-        self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
+        self.telemetry, self._journal = open_telemetry(self.config, self._config_text, self.dir, point)
         if self._journal.num_missing:
             self._notes.append(
                 f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"
             )
 
     def _release(self) -> None:
+        self.telemetry.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -147,7 +149,11 @@ class Run:
         """Once. Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
         if self.dir is not None and not self._wrote_config:
             self._wrote_config = True
-            write_text(self.dir / CONFIG, to_yaml(self.config))
+            write_text(self.dir / CONFIG, self._config_text)
+
+    @cached_property
+    def _config_text(self) -> str:
+        return to_yaml(self.config)
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
         """Announce the run, and once what is to be said about it."""

@@ -23,6 +23,7 @@ from ..errors import Interrupted, TrainingStopped, UsageError
 from ..forensics.sandbox import modules_behind
 from ..guards import Guard
 from ..guards.guard_set import GuardSet
+from ..optim.build import build_optimizer
 from ..optim.ema import Ema
 from ..optim.schedule import Schedule
 from ..recovery import Ladder, RefusedStep, Resolution
@@ -440,7 +441,7 @@ class SafeTrainer:
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer, when none was passed."""
-        return instantiate(self.config.optimizer, [p for p in model.parameters() if p.requires_grad])  # type: ignore[no-any-return]
+        return build_optimizer(self.config.optimizer, model)
 
     def build_scheduler(self, optimizer: Optimizer) -> Any:
         """The learning-rate scheduler or None, when none was passed. Stepped once per committed step."""

@@ -55,7 +55,7 @@ def test_groups_without_a_learning_rate_are_passed_over():
     assert Schedule(optimizer).lrs == (0.0, 1.0)
 
 
-def test_a_scaled_step_does_not_change_what_the_schedule_goes_on_from():
+def test_a_scaled_step_does_not_change_the_schedule():
     optimizer, plain = two_groups(), two_groups()
     schedule, expected = Schedule(optimizer, StepLR(optimizer, 2, gamma=0.5)), StepLR(plain, 2, gamma=0.5)
     for scale in (1.0, 0.25, 0.25, 1.0):
@@ -111,7 +111,7 @@ def test_an_error_of_the_scheduler_is_kept():
     assert isinstance(schedule.error, IndexError)
 
 
-def test_the_state_goes_to_another_schedule():
+def test_the_state_can_be_loaded_into_another_schedule():
     optimizer, other = two_groups(), two_groups()
     schedule, resumed = Schedule(optimizer, StepLR(optimizer, 3)), Schedule(other, StepLR(other, 3))
     for _ in range(2):

@@ -152,7 +152,8 @@ def test_max_steps_are_committed_steps_also_when_reads_are_deferred(make_trainer
 
 
 def test_deferred_reads_need_a_fused_optimizer(make_trainer):
-    trainer = make_trainer(train_data=make_batches(2), config={"loop": {"host_read_every": 4}})
+    unfused = {"_target_": "torch.optim.AdamW", "fused": False}
+    trainer = make_trainer(train_data=make_batches(2), config={"loop": {"host_read_every": 4}, "optimizer": unfused})
     with pytest.raises(UsageError, match="fused=True"):
         trainer.fit()
 
