@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, UsageError
 from ..guards import REGISTRY
 from ..tensors.rng import RandomState, seed_everything
-from ..tensors.sharded import empty_like, is_spread, local, put, spread_like
+from ..tensors.sharded import empty_like, is_dtensor, local, put, shard_like
 from .plain import from_loadable, to_loadable
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class TrainState:
         part = {"random": self.rest["random"]}
         if "progress" in self.rest:
             part["data"] = self.rest["progress"]["data"]
-        if any(is_spread(tensor) for tensor in self.tensors.values()):
+        if any(is_dtensor(tensor) for tensor in self.tensors.values()):
             part["buffers"] = {name: self.tensors[name].cpu() for name in self.rest["buffers"]}
         return part
 
@@ -227,7 +227,7 @@ class TrainState:
         for name, (index, key) in saved["tensors"].items():
             value = self.tensors[name]
             if isinstance(index, int) and index < len(parameters):
-                value = spread_like(value, parameters[index])
+                value = shard_like(value, parameters[index])
             packed["state"].setdefault(index, {})[key] = value.clone()
         try:
             optimizer.load_state_dict(packed)
@@ -239,7 +239,7 @@ class TrainState:
         for name, (index, key) in saved["tensors"].items():
             loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
             if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:
-                value = spread_like(self.tensors[name], parameters[index])
+                value = shard_like(self.tensors[name], parameters[index])
                 optimizer.state[parameters[index]][key] = value.to(loaded.device, copy=True)
 
     def _restore_ema(self, trainer: SafeTrainer) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from .._private.dataloader import in_this_process
 from ..data.sampler import EpochBatches
 from ..data.sources import Iterated, Listed, Loader, MapData, Source, Stateful
 from ..tensors.nest import describe, leaves, num_samples, to_device
@@ -164,9 +165,9 @@ def _readable(source: Source, model: nn.Module) -> Source:
     if isinstance(source, Stateful):
         return _copied(source, model)
     if isinstance(source, Loader):
-        return Loader(_in_this_process(source._loader))
+        return Loader(in_this_process(source._loader))
     if isinstance(source, Iterated) and type(source._data) is DataLoader:
-        return Iterated(_in_this_process(source._data))
+        return Iterated(in_this_process(source._data))
     return source
 
 
@@ -181,11 +182,3 @@ def _copied(source: Stateful, model: nn.Module) -> Stateful:
         raise Unavailable(
             f"{type(source._data).__name__} keeps a position of its own and cannot be copied ({type(error).__name__}: {error})"
         ) from error
-
-
-def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader without worker processes: they take seconds to start."""
-    alone = copy.copy(loader)
-    alone.__dict__.update(num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0, _iterator=None)
-    alone.__dict__["_DataLoader__multiprocessing_context"] = None
-    return alone

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..distributed.collective import gather
 from ..optim.ema import Ema
 from ..tensors.gradients import numbers_of, peak
-from ..tensors.sharded import any_spread, is_sharded, local
+from ..tensors.sharded import any_dtensor, is_sharded, local
 from .transaction import Transaction
 
 
@@ -84,7 +84,7 @@ def is_second_moment(name: str) -> bool:
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of each floating-point tensor, or of this process's part of it; both are NaN if one of its values is."""
-    spread = any_spread(tensors.values())
+    spread = any_dtensor(tensors.values())
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         tensor = local(tensor) if spread else tensor

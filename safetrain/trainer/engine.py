@@ -25,7 +25,7 @@ from ..errors import UsageError
 from ..precision import islands
 from ..tensors.module_globs import note_compiled
 from ..tensors.rng import seed_everything
-from ..tensors.sharded import is_sharded, island_names, keep_spread, shard_model
+from ..tensors.sharded import is_sharded, island_names, keep_sharded, shard_model
 
 _NOTHING = nullcontext()
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,7 +159,7 @@ class Engine:
             )
         model.to(self.device)
         if is_sharded(model):
-            keep_spread(model)
+            keep_sharded(model)
         elif self.world_size > 1 and self._loop.strategy == "fsdp":
             islands_in = island_names(model, guards)
             dtype = AUTOCAST[self._loop.shard_dtype]

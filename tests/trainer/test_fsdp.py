@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from safetrain import SafeTrainer
 from safetrain.checkpoint import CheckpointStore
 from safetrain.checkpoint.export import export_weights
-from safetrain.tensors.sharded import is_sharded, is_spread, local, whole
+from safetrain.tensors.sharded import full_tensor, is_dtensor, is_sharded, local
 
 
 class Block(nn.Module):
@@ -102,10 +102,10 @@ def whole_state(trainer):
     """Equal on all processes, but for their own buffers and random state."""
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
-        "model": {name: whole(value.detach()).clone() for name, value in trainer.model.named_parameters()},
-        "moments": [whole(value).clone() for value in moments],
+        "model": {name: full_tensor(value.detach()).clone() for name, value in trainer.model.named_parameters()},
+        "moments": [full_tensor(value).clone() for value in moments],
         "buffers": {name: value.clone() for name, value in trainer.model.named_buffers()},
-        "average": {} if trainer.ema is None else {n: whole(v).clone() for n, v in trainer.ema.weights.items()},
+        "average": {} if trainer.ema is None else {n: full_tensor(v).clone() for n, v in trainer.ema.weights.items()},
         "random": torch.get_rng_state(),
         "losses": list(trainer.run.result.losses or trainer.run._losses),
     }
@@ -451,6 +451,6 @@ def test_an_optimizer_that_was_used_cannot_be_taken_over():
 
 def test_a_tensor_of_one_process_is_all_here():
     tensor = torch.randn(3)
-    assert not is_spread(tensor)
+    assert not is_dtensor(tensor)
     assert local(tensor) is tensor
-    assert whole(tensor) is tensor
+    assert full_tensor(tensor) is tensor
