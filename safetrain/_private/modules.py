@@ -27,8 +27,8 @@ def _probe() -> bool:
 BASE_CLASSES = Feature(
     "module_base_classes",
     relies_on="torch.nn.modules.conv._ConvNd, _ConvTransposeNd, torch.nn.modules.batchnorm._BatchNorm, _NormBase",
-    lost="convolutions and norms of yours that derive from torch's private base classes are not recognised as such",
-    instead="the public classes are looked for; batch norms of yours are sharded like other modules",
+    lost="convolutions and norms of yours that derive from torch's private base classes are treated as such",
+    instead="only what derives from torch's public classes is; a batch norm of yours is then sharded like other modules",
     probe=_probe,
 )
 
