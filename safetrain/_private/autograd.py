@@ -61,7 +61,8 @@ TRACING = Feature(
     relies_on="TorchDispatchMode, _disable_current_modes, _current_autograd_node, sequence numbers of autograd nodes, "
     "OpOverload._schema, Module._call_impl, _engine_run_backward",
     lost="the first bad operation of a step, its cause and the remedies; in `safetrain check`: what activations do",
-    instead="a step that is not finite is refused all the same; its incident says that the cause is unknown, and why",
+    instead="a step that is not finite is refused all the same; its incident says that the cause is unknown, and why, and recovery "
+    "acts as for any unknown cause",
     probe=_probe,
 )
 

@@ -50,12 +50,16 @@ class Interrupted(Exception):
         self.signal = signal
 
 
+def require(num_processes: int) -> None:
+    """Raises if this torch's launcher cannot be used."""
+    LAUNCHER.require(f"start it with torchrun --nproc-per-node {num_processes} -m safetrain, and leave --nproc out.")
+
+
 def run(arguments: Sequence[str], num_processes: int, logs: Path) -> None:
     """`python ARGUMENTS` in so many processes, each with its output in the directory `logs`; that of rank 0 is also shown.
 
     The others are ended when one fails. Raises RanksFailed or Interrupted.
     """
-    LAUNCHER.require(f"start the command with torchrun --nproc-per-node {num_processes}, and without --nproc.")
     from torch.distributed.elastic.agent.server.api import SignalException  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

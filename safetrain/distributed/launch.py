@@ -33,6 +33,7 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
             "--nproc starts processes, and this is already one that a launcher has started (RANK is set).\n"
             "To fix: leave --nproc out, or start the command without torchrun and accelerate launch."
         )
+    elastic.require(num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
     logs = _new_directory(run_dir / "logs")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
