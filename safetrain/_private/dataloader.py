@@ -12,9 +12,10 @@ from .feature import Feature
 
 
 def _probe() -> bool:
+    data: Any = range(2)
     loader: DataLoader[Any] = DataLoader(
-        range(2), num_workers=1, multiprocessing_context="spawn", generator=torch.Generator()
-    )  # type: ignore[arg-type]
+        data, num_workers=1, multiprocessing_context="spawn", generator=torch.Generator()
+    )
     return [int(item) for item in _changed(loader)] == [0, 1]
 
 
