@@ -114,7 +114,7 @@ class Progress:
     @property
     def resumable(self) -> Path | None:
         """The directory of the run, if it has anything to go on from."""
-        run = None if self.trainer is None else self.trainer._run
+        run = self.trainer.run if self.trainer is not None and self.trainer.has_run else None
         is_saved = run is not None and self.trainer is not None and self.trainer.config.checkpoint.enabled
         return run.result.run_dir if run is not None and is_saved and run.result.steps > 0 else None
 
@@ -131,8 +131,8 @@ class Progress:
 
     def leave_process_group(self) -> None:
         """What is left of it would complain, or hang, when the process ends."""
-        if self.trainer is not None and self.trainer.engine.world_size > 1:
-            from ..trainer.engine import leave_process_group
+        if self.trainer is not None and self.trainer.machine.world_size > 1:
+            from ..distributed.machine import leave_process_group
 
             leave_process_group()
 

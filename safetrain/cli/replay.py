@@ -110,7 +110,7 @@ def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Rep
         return found
 
     loss_fn = trainer.training_step
-    beside = trainer._modules_beside()
+    beside = trainer.auxiliary_modules()
     return replay(bundle, trainer.model, loss_fn, trainer.optimizer, Effort(remedies), import_class, beside)
 
 

@@ -22,7 +22,7 @@ class Replicas:
         self._before_backward: int | None = None
         self._entered = False
         self.has_order = False
-        """DDP has seen a backward, from which it takes the order in which it sums gradients from then on."""
+        """DDP has seen a backward, whose order of gradients it uses for its buckets from then on."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -44,15 +44,15 @@ class Replicas:
         self.has_order = True
 
     def sync_buffers(self) -> None:
-        """Those of rank 0 on every rank, as DDP does before a forward pass."""
+        """Broadcast the buffers of rank 0, as DDP does before a forward pass."""
         if self._has_buffers and self.model is not None:
             ddp.sync_buffers(self.model)
 
     def stand_in(self, poison: bool = False) -> bool:
         """Take part in what is left of the others' exchange of gradients, with zeros.
 
-        `poison`: with NaN, because the others have been told already that this rank's step is fine. False: there was nothing
-        left to take part in.
+        `poison`: with NaN, because this rank has already reported its step as fine. Returns False if nothing was left to
+        take part in.
         """
         assert self.model is not None
         num_reduced = 0 if self._before_backward is None else ddp.num_collectives() - self._before_backward

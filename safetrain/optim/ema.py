@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._private import foreach
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from ..tensors.sharded import is_dtensor, local
 
 

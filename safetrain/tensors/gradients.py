@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from .._private import foreach
 from .._private.storage import sparse_values
 from ..core.view import Limits, StepView
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from .sharded import any_dtensor, local, total_norm
 
 

@@ -22,10 +22,6 @@ EXCEPTIONS = {
     "_version": "of a tensor: how a write between two moments is noticed, the core promise",
 }
 UNTIL_REWRITTEN = {
-    ("checkpoint/snapshots.py", "_foreach_copy_"),
-    ("checkpoint/state.py", "_non_persistent_buffers_set"),
-    ("trainer/engine.py", "_per_optimizer_states"),
-    ("trainer/engine.py", "_models"),
     ("step/deferred.py", "_step_supports_amp_scaling"),
 }
 

@@ -178,7 +178,7 @@ def test_a_run_in_use_by_another_process_is_refused(capfd: pytest.CaptureFixture
 HOLD = """
 import sys
 from pathlib import Path
-from safetrain.rundir import RunLock
+from safetrain.core.rundir import RunLock
 lock = RunLock(Path("run"))
 print("held", flush=True)
 sys.stdin.read()
@@ -194,7 +194,7 @@ def test_a_forced_change_of_what_is_in_the_saved_state_is_told_as_it_is() -> Non
     before, after = (load_config({"optimizer": {"_target_": "torch.optim.SGD", "lr": lr}}) for lr in (0.1, 0.5))
     after.loop.max_steps = 7
     assert check_changes(before, after, force=True) == [
-        "optimizer.lr: 0.1 -> 0.5 (not applied: the state that was saved goes on with its own)",
+        "optimizer.lr: 0.1 -> 0.5 (not applied: the saved state has its own value)",
         "loop.max_steps: None -> 7",
     ]
 
