@@ -26,7 +26,6 @@ fixes.py          what to write at that line
 path.py           from the origin to the loss, by module
 investigation.py  all of it, in order
 scan.py           a whole data set
-torch_private.py  every private API of torch that is used
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._private.storage import storage_identity
 from ..tensors.rng import RandomState
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
@@ -119,7 +120,7 @@ def _values_of(function: Any) -> Iterator[Any]:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_identity(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .._private.autograd import op_schema
+
 # torch.tensor(...) and the like: the value was typed or came from the host.
 LITERALS = {"lift_fresh", "lift_fresh_copy", "lift"}
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
@@ -39,7 +41,7 @@ class Schema:
 
 @cache
 def schema_of(func: Any) -> Schema:
-    schema = func._schema
+    schema = op_schema(func)
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     name = schema.name.split("::")[-1]
     aliases = any(r.alias_info is not None for r in schema.returns)

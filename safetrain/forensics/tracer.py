@@ -13,10 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from .._private.autograd import PLAIN, current_node, modes_off, next_node_number, node_number
+from .._private.autograd import (
+    PLAIN,
+    TorchDispatchMode,
+    current_node,
+    has_own_dispatch,
+    is_op,
+    modes_off,
+    next_node_number,
+    node_number,
+)
+from ..tensors.nest import tensors_in as tensors_of
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
@@ -157,9 +165,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not is_op(func):
             return self._opaque(func, args, kwargs)
-        if any(t not in PLAIN and _has_own_dispatch(t) for t in types):
+        if any(t not in PLAIN and has_own_dispatch(t) for t in types):
             return NotImplemented  # a wrapper subclass unwraps first; then its inner ops come here
         schema = schema_of(func)
         node = current_node()
@@ -287,11 +295,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _opaque(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Higher-order ops (flex attention, cond): one event, whatever happens inside."""
         event = self._begin(str(func), str(func), current_node(), always_frames=True)
-        for tensor in _leaves((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             region = self.storages.region(tensor)
             event.reads.append(Access("input", region, self._kind(tensor, region)))
         result = func(*args, **kwargs)
-        for tensor in _leaves(result):
+        for tensor in tensors_of(result):
             self._wrote(event, tensor, set())
         self.events.append(event)
         return result
@@ -314,15 +322,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     Access("grad_output", self.storages.region(t), kind_of(t)) for t in inputs if isinstance(t, Tensor)
                 ]
                 self.events.append(event)
-
-
-def _has_own_dispatch(kind: type) -> bool:
-    dispatch = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from .._private.compiler import FullPrecisionBackward
 from ..errors import UsageError
 from ..tensors.nest import map_tensors
 
@@ -163,29 +164,4 @@ def _is(module: nn.Module, kind: str) -> bool:
     return _is_installed(module) and kind in module.__dict__
 
 
-class _CompiledBackward:
-    """While there is an island, torch.compile traces backward passes without autocast, as they run without compile.
-
-    Otherwise the backward of an island would be computed in low precision.
-    """
-
-    def __init__(self) -> None:
-        self._num_islands = 0
-        self._before: Any = None
-
-    def hold(self) -> None:
-        import torch._functorch.config as config
-
-        self._num_islands += 1
-        if self._num_islands == 1 and hasattr(config, "backward_pass_autocast"):  # torch 2.6 does not have it yet
-            self._before, config.backward_pass_autocast = config.backward_pass_autocast, "off"
-
-    def let_go(self) -> None:
-        import torch._functorch.config as config
-
-        self._num_islands -= 1
-        if self._num_islands == 0 and self._before is not None:
-            config.backward_pass_autocast, self._before = self._before, None
-
-
-_BACKWARD = _CompiledBackward()
+_BACKWARD = FullPrecisionBackward()

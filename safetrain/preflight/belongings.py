@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors.copies import overlaps_itself
+
 MAX_ITEMS = 10_000
 """Longer containers are data, not state."""
 MAX_OBJECTS = 20_000
@@ -114,7 +116,7 @@ class Belongings:
     def _keep_values(self, array: Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(array, Tensor):
             plain = array.layout is torch.strided and array.grad_fn is None and not array.is_nested
-            if not plain or torch._debug_has_internal_overlap(array) == 1:
+            if not plain or overlaps_itself(array):
                 return
         elif array.dtype.hasobject or not array.flags.writeable:
             return

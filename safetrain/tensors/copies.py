@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._private import foreach
 from .sharded import local
 
 
 class Copies:
-    """Values of tensors, in memory that is kept from one step to the next. Of one that is spread, this process's part."""
+    """Values of tensors, in memory that is kept from one step to the next. Of a sharded one, this process's part."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -33,8 +34,7 @@ class Copies:
         is_new = not (self.are(tensors) and [tensor.shape for tensor in tensors] == self._shapes)
         if is_new:
             self._arrange(tensors)
-        if self._plain:
-            torch._foreach_copy_(self._values, self._plain)
+        foreach.copy_(self._values, self._plain)
         for tensor in self._odd:
             self.value_of[id(tensor)] = tensor.detach().clone()
         return is_new
@@ -74,8 +74,7 @@ class Copies:
 
     def put_back(self) -> dict[int, Tensor]:
         """Give the tensors their values again. Returns what to put in the place of those that cannot be written to."""
-        if self._plain:
-            torch._foreach_copy_(self._plain, self._values)
+        foreach.copy_(self._plain, self._values)
         return {id(tensor): self.value_of[id(tensor)] for tensor in self._odd}
 
 
@@ -85,4 +84,9 @@ def layout_of(tensor: Tensor | None) -> Any:
 
 def _is_plain(tensor: Tensor) -> bool:
     tensor = local(tensor)
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1
+    return tensor.layout is torch.strided and not overlaps_itself(tensor)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether it was expanded: several of its elements are one place in memory, which cannot be written to as a whole."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
