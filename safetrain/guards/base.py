@@ -15,8 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.fields import Rejected, fields_of
 from ..core.options import config_attribute
 from ..core.protocols import check_protocol
+from ..core.spelling import suggest
 from ..core.verdict import Decision, Verdict
 from ..core.view import DeviceStep, Limits, StepView
 from ..errors import UsageError
@@ -82,8 +84,6 @@ class Guard:
         known = [field.name for field in dataclasses.fields(self.Config) if field.init]
         for name in options:
             if name not in known:
-                from ..core.spelling import suggest  # the config package imports the guards
-
                 raise UsageError(
                     f"guard {self.name} has no option {name!r}{suggest(name, known)}\nTo fix: correct its name, or leave it out."
                 )
@@ -94,8 +94,6 @@ class Guard:
 
     def _check_options(self) -> None:
         """As a config's are: types, bounds and choices."""
-        from ..config.fields import Rejected, fields_of
-
         if not isinstance(self.config, self.Config):
             raise UsageError(
                 f"guard {self.name} was given a {type(self.config).__name__} as its config.\n"
