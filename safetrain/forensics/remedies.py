@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..core import progress
 from ..core.incident import Remedy
 from ..tensors.gradients import collect, overflow_free_norm
+from ..tensors.nest import map_tensors, tensors_in
 from .backward_functions import SUFFIX, find_function
 from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
-from .schemas import tensors_in
 from .substitutes import SUBSTITUTES, Patch, SafeVariant
 from .update import update_is_finite
 from .values import LOW_PRECISION, numbers
@@ -302,8 +302,6 @@ def in_fp32(replayer: Replayer) -> Result:
 
 
 def cast_bad_to_zero(batch: Any) -> Any:
-    from ..tensors.nest import map_tensors
-
     def cleaned(item: Any) -> Any:
         if isinstance(item, Tensor) and item.is_floating_point():
             return torch.nan_to_num(item, nan=0.0, posinf=0.0, neginf=0.0)

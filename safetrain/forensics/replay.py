@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..tensors.nest import map_tensors
+from ..tensors.nest import in_code, map_tensors, named_tensors
 from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
@@ -300,23 +300,9 @@ def _copied(item: Any) -> Any:
     return item.clone() if hasattr(item, "clone") else item
 
 
-def named_fields(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its path: `batch[0]`, `batch['x']`, `batch.x`."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from named_fields(value, f"{name}[{key!r}]")
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        for key in batch._fields:
-            yield from named_fields(getattr(batch, key), f"{name}.{key}")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from named_fields(value, f"{name}[{index}]")
-    elif hasattr(batch, "__dict__") and not isinstance(batch, (type, nn.Module)) and not callable(batch):
-        for key, value in vars(batch).items():
-            if isinstance(value, (Tensor, Mapping, list, tuple)):
-                yield from named_fields(value, f"{name}.{key}")
+def named_fields(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a batch, named as a program spells it: `batch[0]`, `batch['x']`, `batch.x`."""
+    return named_tensors(batch, lambda path: in_code(path, "batch"))
 
 
 def _is_mask(kind: str, tensor: Tensor) -> bool:

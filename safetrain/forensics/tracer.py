@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .._private.autograd import PLAIN, current_node, modes_off, next_node_number, node_number
+from ..tensors.nest import tensors_in
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
@@ -27,9 +27,8 @@ from .schemas import (
     Schema,
     base_name,
     literal_numbers,
-    named_tensors,
+    named_operands,
     schema_of,
-    tensors_in,
 )
 from .storages import EVERYTHING, Region, Storages
 from .values import FINITE, INF, is_mask, kind_of, kind_of_number
@@ -169,7 +168,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.is_view:
             self.events.append(event)
             return func(*args, **kwargs)
-        operands = named_tensors(schema.arguments, args, kwargs)
+        operands = named_operands(schema.arguments, args, kwargs)
         written = self._read(event, schema, operands, args, kwargs)
         if node is not None and schema.name == "mul":
             event.masks = frozenset(name for name, t in operands if t.layout is torch.strided and bool((t == 0).any()))
@@ -250,7 +249,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _outputs(
         self, schema: Schema, result: Any, operands: list[tuple[str, Tensor]], args: tuple[Any, ...]
     ) -> list[Tensor]:
-        outputs = tensors_in(result)
+        outputs = list(tensors_in(result))
         for name, tensor in operands:
             if base_name(name) in schema.written and not any(tensor is output for output in outputs):
                 outputs.append(tensor)
@@ -287,11 +286,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _opaque(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Higher-order ops (flex attention, cond): one event, whatever happens inside."""
         event = self._begin(str(func), str(func), current_node(), always_frames=True)
-        for tensor in _leaves((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             region = self.storages.region(tensor)
             event.reads.append(Access("input", region, self._kind(tensor, region)))
         result = func(*args, **kwargs)
-        for tensor in _leaves(result):
+        for tensor in tensors_in(result):
             self._wrote(event, tensor, set())
         self.events.append(event)
         return result
@@ -319,10 +318,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _has_own_dispatch(kind: type) -> bool:
     dispatch = getattr(kind, "__torch_dispatch__", None)
     return dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:

@@ -16,26 +16,13 @@ import torch
 from torch import Tensor
 
 from ..tensors.gradients import peak
-from ..tensors.nest import num_samples
+from ..tensors.nest import named_tensors, num_samples, tensors_in
 
-
-def named_leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nest with its path."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(nest, Tensor):
-        yield path, nest
-    elif isinstance(nest, Mapping):
-        items = nest.items()
-    elif isinstance(nest, (list, tuple)):
-        items = enumerate(nest)
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        items = ((f.name, getattr(nest, f.name)) for f in dataclasses.fields(nest))
-    for key, item in items:
-        yield from named_leaves(item, f"{path}.{key}" if path else str(key))
+named_leaves = named_tensors
 
 
 def output_shapes(output: Any) -> set[tuple[int, ...]]:
-    return {tuple(leaf.shape) for _, leaf in named_leaves(output) if leaf.is_floating_point()}
+    return {tuple(leaf.shape) for leaf in tensors_in(output) if leaf.is_floating_point()}
 
 
 def is_named(path: str, globs: Iterable[str]) -> bool:
@@ -104,7 +91,7 @@ class Checks:
                 yield Problem("labels", index, path, detail, _rows(bad, size))
 
     def _fields(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((path, leaf) for path, leaf in named_leaves(batch) if not is_named(path, self.ignore))
+        return ((path, leaf) for path, leaf in named_tensors(batch) if not is_named(path, self.ignore))
 
     def _has_wrong_dtype(self, path: str, leaf: Tensor) -> bool:
         return self.dtypes.get(path, _dtype(leaf)) != _dtype(leaf)
@@ -119,7 +106,7 @@ class Checks:
 
 def dtypes(window: Sequence[Any]) -> dict[str, str]:
     """The type of each field of the first micro-batch."""
-    return {path: _dtype(leaf) for batch in window[:1] for path, leaf in named_leaves(batch)}
+    return {path: _dtype(leaf) for batch in window[:1] for path, leaf in named_tensors(batch)}
 
 
 def sentence(problems: Sequence[Problem]) -> str:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..checkpoint.state import TrainState
 from ..data.sources import Iterated, Listed, Loader, MapData, Stateful
 from ..errors import Interrupted
-from ..guards.batch_checks import named_leaves
+from ..tensors.nest import named_tensors
 from ..trainer.parts import TrainerParts
 from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
 from .subject import Subject
@@ -61,7 +61,7 @@ def _other_data(subject: Subject) -> Outcome | None:
     first = subject.first[0]
     with subject.clean():
         again = next(iter(subject.sample.batches(in_order=True)))
-    one, other = dict(named_leaves(first.batch)), dict(named_leaves(again.batch))
+    one, other = dict(named_tensors(first.batch)), dict(named_tensors(again.batch))
     differing = [path for path in one if not _same_bits(one[path], other.get(path))]
     if not differing:
         return None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import test_failures_backward
+import test_failures_forward
+import test_failures_precision
+import test_failures_state
 import torch
-from forensics import (
-    test_failures_backward,
-    test_failures_forward,
-    test_failures_precision,
-    test_failures_state,
-)
-from forensics.cases import Case, Tiny
+from forensic_cases import Case, Tiny
 from torch import nn
 
 from safetrain.forensics import causes, fixes, raised

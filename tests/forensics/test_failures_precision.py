@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, check
 from torch import nn
 
 cases = Cases()
