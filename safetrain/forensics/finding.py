@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..core.incident import Origin
+from ..precision.autocast import LOW_PRECISION
 from .facts import Facts
 from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary
@@ -18,7 +19,7 @@ from .samples_of import has_arrays
 from .schemas import LITERALS
 from .storages import Region
 from .tracer import Event
-from .values import FINITE, LOW_PRECISION
+from .values import FINITE
 
 LOSS = "<loss>"
 DATA = "<data>"

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from ..core import progress
 from ..core.incident import Remedy
+from ..precision.autocast import LOW_PRECISION, cast_floats, model_as
+from ..precision.islands import kept_in_fp32
 from ..tensors.gradients import collect, overflow_free_norm
 from ..tensors.nest import map_tensors, tensors_in
 from .backward_functions import SUFFIX, find_function
-from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
 from .substitutes import SUBSTITUTES, Patch, SafeVariant
 from .update import update_is_finite
-from .values import LOW_PRECISION, numbers
+from .values import numbers
 
 
 class Trials:
@@ -216,10 +217,10 @@ def island(trials: Trials) -> Iterator[Remedy]:
         return
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
-        remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        remedy = trials.replay("fp32_island", f"with {path} kept in fp32", kept_in_fp32(module))
         if not remedy.finite and trials.replayer.step.loss_scale > 1:
             # Scaled gradients that overflow are for the loss scaler to handle.
-            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module), loss_scale=1.0)
+            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", kept_in_fp32(module), loss_scale=1.0)
         yield remedy
         if remedy.finite:
             trials.island = path

@@ -7,16 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.incident import Origin
 from ..errors import UsageError
 from ..precision import islands
+from ..precision.autocast import AUTOCAST_DTYPES
 from ..tensors.rng import RandomState
-
-AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Stall(Guard):
         self._weights: list[Tensor] = []
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        from ..tensors.module_globs import called_for
+        from ..precision.compiled import called_for
 
         self._weights = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
         self._model = called_for(model)

@@ -23,7 +23,7 @@ from ..distributed.link import Link
 from ..distributed.replicas import Replicas
 from ..errors import UsageError
 from ..precision import islands
-from ..tensors.module_globs import note_compiled
+from ..precision.compiled import note_compiled
 from ..tensors.rng import seed_everything
 from ..tensors.sharded import is_sharded, island_names, keep_spread, shard_model
 
