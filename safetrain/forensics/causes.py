@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.incident import Cause
-from ..incidents.render import describe_operand
+from ..core.incident import Cause, describe_operand
 from .finding import Finding, has_masked_zeros
 from .frames import Frame, source_of, user_place
 from .raised import explain_error

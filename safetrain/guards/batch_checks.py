@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.numbers import listed
 from ..tensors.gradients import peak
 from ..tensors.nest import named_tensors, num_samples, tensors_in
 
@@ -42,7 +43,7 @@ class Problem:
     """Samples of that micro-batch, by index along the first dimension; empty when it cannot be said which."""
 
     def __str__(self) -> str:
-        rows = f" in row {_listed(self.rows)}" if self.rows else ""
+        rows = f" in row {listed(self.rows, 8)}" if self.rows else ""
         return f"field {self.field!r} {self.detail}{rows}"
 
 
@@ -159,7 +160,3 @@ def _rows(bad: Tensor, size: int) -> tuple[int, ...]:
     if bad.dim() == 0 or bad.shape[0] != size:
         return ()
     return tuple(bad.reshape(size, -1).any(dim=1).nonzero().flatten().tolist())
-
-
-def _listed(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")

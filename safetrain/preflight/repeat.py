@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..checkpoint.state import TrainState
+from ..core.numbers import amount, gigabytes, listed
 from ..data.sources import Iterated, Listed, Loader, MapData, Stateful
 from ..errors import Interrupted
 from ..tensors.nest import named_tensors
 from ..trainer.parts import TrainerParts
-from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
+from .outcome import Outcome, Unavailable, failed, passed, warned
 from .subject import Subject
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def resume(subject: Subject) -> Outcome:
     """A few steps in one go, and the same interrupted and resumed: the weights must be the same bit for bit."""
     size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
     if size > MAX_STATE_BYTES:
-        raise Unavailable(f"the model has {size / 2**30:.1f} GB, too much to save twice in a check")
+        raise Unavailable(f"the model has {gigabytes(size)}, too much to save twice in a check")
     subject.healthy  # noqa: B018  raises where no step can be made
     steps = 2 * NUM_STEPS * subject.trainer.config.loop.grad_accum
     if steps * subject.seconds_per_step > subject.budget.left:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..core.files import write_text
 from ..core.incident import Incident
+from ..core.numbers import typographic
 from ..errors import RunDirectoryError, UsageError
 from .run import Run, read_run
 from .settings import Difference, differences
 from .timeline import NARROW, WIDE, timeline
-from .verdict import Figure, Verdict, figures, number, verdict
+from .verdict import Figure, Verdict, figures, verdict
 from .views import SHORT, TONES, IncidentView, view_of
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = typographic
     environment.filters["operand"] = _operand
     environment.globals.update(tones=TONES, shorts=SHORT)
     return environment
@@ -224,7 +225,7 @@ def _operand(value: Any) -> str:
         return " × ".join(map(str, value)) or "scalar"
     if isinstance(value, float) and value == int(value) and abs(value) < 1e6 if _is_finite(value) else False:
         return f"{value:g}".replace("-", "−")
-    return number(value)
+    return typographic(value)
 
 
 def _is_finite(value: Any) -> bool:

@@ -20,7 +20,7 @@ from safetrain.report import page as report_page
 from safetrain.report import write_report
 from safetrain.report.run import read_run
 
-HOLD = "import sys; from pathlib import Path; from safetrain.rundir import RunLock; lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from safetrain.core.rundir import RunLock; lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def report(run_dir: Path, out: Path | None = None, compare: Path | None = None) -> Parsed:
