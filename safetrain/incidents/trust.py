@@ -108,14 +108,15 @@ def _is_building_block(found: Any) -> bool:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
 
+    from ..config import import_target
     from ..optim.optimizers import adamw, sgd
-    from ..trainer.trainer import SafeTrainer
 
     module = found.__module__
     if not inspect.isclass(found):
         return bool(module == "torch.nn.functional" or module.startswith("safetrain.safe.") or found in (adamw, sgd))
     kinds = (nn.Module, Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
-    return found is SafeTrainer or (module.startswith("torch.") and issubclass(found, kinds))
+    is_trainer = module.startswith("safetrain.") and found is import_target("safetrain.SafeTrainer")
+    return is_trainer or (module.startswith("torch.") and issubclass(found, kinds))
 
 
 def _targets(node: Any) -> Iterator[str]:

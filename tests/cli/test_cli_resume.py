@@ -178,7 +178,7 @@ def test_a_run_in_use_by_another_process_is_refused(capfd: pytest.CaptureFixture
 HOLD = """
 import sys
 from pathlib import Path
-from safetrain.rundir import RunLock
+from safetrain.core.rundir import RunLock
 lock = RunLock(Path("run"))
 print("held", flush=True)
 sys.stdin.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
     torch.set_num_threads(1)
     config = load(str(CONFIG), ["logging.console=off", "logging.tensorboard=false", *changes]).config
     SafeTrainer(config=config, run_dir=run_dir).fit(resume=resume)
+
+
+@pytest.fixture(scope="session", name="train")
+def train_() -> Callable[..., None]:
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ def test_a_damaged_journal_is_read_as_far_as_it_goes(copy: Path) -> None:
     assert len(page.all("article", "incident")) == 12
 
 
-def test_a_resumed_run(tmp_path: Path) -> None:
-    from report.conftest import train
-
+def test_a_resumed_run(tmp_path: Path, train: Callable[..., None]) -> None:
     run_dir = tmp_path / "run"
     train(run_dir, "loop.max_steps=20", "loop.max_epochs=null")
     train(run_dir, "loop.max_steps=45", "loop.max_epochs=null", resume=True)
