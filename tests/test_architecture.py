@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "safetrain"
@@ -60,6 +61,7 @@ UNTIL_REWRITTEN: set[tuple[str, str]] = {
 TOO_LONG_UNTIL_REWRITTEN = {"step/joint.py"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name, without `safetrain.`; a package by its own name."""
     return {
