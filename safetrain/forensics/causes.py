@@ -1,8 +1,9 @@
 """Why the first bad operation went bad: a table of rules, first match wins.
 
 A rule is a function of a `Finding` that returns a sentence made of the measured numbers, or None when it does not apply.
-To add one, write the function with `@rule("label")` at its place in the order below, and a test of the same name.
-Labels are a closed list; when no rule fits, the answer is `unknown` with the reason, never a guess.
+To add one, write the function with `@rule("label")` at its place in the order below, and a failure that only it explains in
+tests/forensics/test_causes.py. Labels are those of core.causes; when no rule fits, the answer is `unknown` with the reason,
+never a guess.
 """
 
 from __future__ import annotations
