@@ -15,7 +15,7 @@ from ..core.view import DeviceStep, Limits, StepView, tightest
 from . import Guard
 
 
-class Panel:
+class GuardSet:
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._members = list(guards)
         self._begin = _answering(guards, "begin")
@@ -55,6 +55,9 @@ class Panel:
     def learn(self, view: StepView, decision: Decision) -> None:
         for guard in self._learn:
             guard.learn(view, decision)
+
+
+Panel = GuardSet
 
 
 def _answering(guards: Sequence[Guard], method: str) -> list[Guard]:
