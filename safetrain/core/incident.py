@@ -108,7 +108,7 @@ class Incident:
     path: str | None = None
     """Directory of the bundle on disk, relative to the run directory; None when none was written."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """With several processes: what each rank says of its own part of the step. `rank` is the guilty one."""
+    """With several processes: what each rank reports of its part of the step. `rank` is the one at fault."""
 
     @property
     def id(self) -> str:

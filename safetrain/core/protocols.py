@@ -35,7 +35,7 @@ ELSEWHERE = {
     "build_criterion": "training_step",
     "build_lr_scheduler": "build_scheduler",
 }
-"""What other trainers call the same thing."""
+"""What other frameworks call them."""
 
 
 def check_hooks(cls: type, base: type) -> None:

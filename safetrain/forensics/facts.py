@@ -91,7 +91,7 @@ def examine(
 
 
 def examined(name: str, tensor: Tensor, bad: Tensor | None = None) -> dict[str, Any]:
-    """An operand's statistics and how its values are spread, those at the positions in `bad` counted apart."""
+    """Statistics and histogram of an operand, with the values at the positions in `bad` counted separately."""
     spread = histogram(tensor, bad)
     return statistics(name, tensor) | ({} if spread is None else {"histogram": spread})
 

@@ -353,7 +353,7 @@ def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _gradient_of_norm_1(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Not undone here: whoever tries an update puts the gradients back."""
+    """Not undone here: `undone` restores the gradients after the update."""
     gradients = collect([p for group in optimizer.param_groups for p in group["params"]])
     norm = overflow_free_norm(gradients)
     if norm is not None and norm > 1.0:

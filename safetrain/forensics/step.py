@@ -63,9 +63,9 @@ class Effort:
 
     remedies: bool = True
     is_known: Callable[[Origin], bool] = lambda origin: False
-    """Remedies are not tried again for an origin of which this says yes."""
+    """Remedies are not tried again for an origin for which this returns True."""
     samples: bool = True
     anomaly: bool = False
-    """Also replay the step in autograd's anomaly mode, and tell what that says."""
+    """Also replay the step in autograd's anomaly mode, and report its message."""
     max_replays: int = 64
     """Upper bound on the replays that search samples and try remedies."""

@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._interventions = interventions or {}
         self._before_write = before_write
         self._num_events = self._num_stable = self._num_facts = 0
-        self.strangers: dict[int, bool] = {}
+        self.unwritten: dict[int, bool] = {}
         """Storages with bad values that no traced op wrote, and whether they look like a mask."""
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(
         self, event: Event, schema: Schema, operands: list[tuple[str, Tensor]], args: Any, kwargs: dict[str, Any]
     ) -> set[int]:
-        """Note what the op reads; returns the storages that it says it writes."""
+        """Record what the op reads; returns the storages that its schema says it writes."""
         written = set()
         for name, tensor in operands:
             region = self.storages.region(tensor)
@@ -225,8 +225,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if schema.overwrites or name == "out":
                     continue
             kind = self._kind(tensor, region)
-            if kind and region.storage not in self._writers and region.storage not in self.strangers:
-                self.strangers[region.storage] = is_mask(tensor)
+            if kind and region.storage not in self._writers and region.storage not in self.unwritten:
+                self.unwritten[region.storage] = is_mask(tensor)
             if kind and schema.name in SELECTING:
                 kind = _kind_selected(schema.name, args, tensor, kind)
             event.reads.append(Access(name, region, kind))
@@ -271,7 +271,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writers.setdefault(region.storage, []).append((event, access))
 
     def _kind(self, tensor: Tensor, region: Region) -> int:
-        """Scans a tensor once for as long as nobody writes its storage."""
+        """Scans a tensor once per write to its storage."""
         if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return kind_of(tensor)
         key = self._key(tensor, region)

@@ -50,7 +50,7 @@ def survives_bad_gradients(replayer: Replayer) -> bool:
         before = _bad_tensors(replayer, optimizer)
         try:
             optimizer.step()
-        except Exception:  # an update that raises helps nobody
+        except Exception:  # an update that raises does not cope with them
             return False
         return _bad_tensors(replayer, optimizer).keys() <= before.keys()
 

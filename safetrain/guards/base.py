@@ -72,7 +72,7 @@ class Guard:
         known = REGISTRY.get(cls.name)
         if known is None or not known.__module__.startswith(f"{__package__}."):
             REGISTRY[cls.name] = (
-                cls  # a guard of the user's with a name of ours is used by `_target_`, and hides nothing
+                cls  # a user's guard with the name of a built-in one is reached by `_target_`, and does not replace that one
             )
 
     def __init__(self, config: Any = None, **options: Any) -> None:
@@ -101,7 +101,7 @@ class Guard:
             )
         try:
             fields = fields_of(self.Config)
-        except NameError:  # annotated with a name that only the source knows
+        except NameError:  # an annotation that cannot be resolved, of a name that is not global
             return
         for name, field in fields.items():
             value = getattr(self.config, config_attribute(name))
@@ -112,10 +112,10 @@ class Guard:
                 raise UsageError(f"guard {self.name}: {name}: {rejected}.\nTo fix: correct it.") from None
 
     measures_backward: ClassVar[bool] = True
-    """Whether `measure` needs the gradients, or what hooks saw of them. With several processes the numbers of a guard that says
-    False are asked for before backward, and travel with the loss; the others cost an exchange of their own."""
+    """Whether `measure` needs the gradients, or what hooks saw of them. With several processes, signals that do not need them are
+    measured before backward and travel with the loss; the others cost an exchange of their own."""
     over_ranks: ClassVar[str] = "mean"
-    """What becomes of its signals over several processes: their `mean`, or the largest (`max`)."""
+    """How its signals are reduced over several processes: `mean` or `max`."""
 
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a batch, and which of its samples are to blame.
+"""What can be wrong with a batch, and in which of its samples.
 
 A field of a batch is named by its path: `inputs.mask` in nested dicts and dataclasses, `0` and `1` in a pair.
 """
@@ -73,7 +73,7 @@ class Checks:
 
     @torch.no_grad()
     def problems(self, window: Sequence[Any]) -> list[Problem]:
-        """All that is wrong, with the rows. Reads the batches: only for a step that is in trouble."""
+        """All that is wrong, with the rows. Waits for the device: only for a step that is in trouble."""
         return [problem for index, batch in enumerate(window) for problem in self._problems(index, batch)]
 
     def _problems(self, index: int, batch: Any) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def dtypes(window: Sequence[Any]) -> dict[str, str]:
 
 
 def sentence(problems: Sequence[Problem]) -> str:
-    """For people. Without a problem of its own, a rank refuses because the number of bad things is that of all ranks."""
+    """For people. A rank without a problem of its own refuses because of another one: the counts of all ranks are added up."""
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     return "; ".join(map(str, problems[:3])) + more or "bad data on another rank"
 
@@ -143,7 +143,7 @@ def _can_be_nonfinite(leaf: Tensor) -> bool:
 
 
 def _num_classes(labels: tuple[int, ...], outputs: Iterable[tuple[int, ...]]) -> int:
-    """Size of the dimension that an output of shape (N, C, …) or (N, …, C) has beside the labels' (N, …); 0 if none fits.
+    """The C of an output of shape (N, C, …) or (N, …, C) for labels of shape (N, …); 0 if no output fits.
 
     The largest, when several outputs fit: a hidden state may have the same leading dimensions as the logits.
     """

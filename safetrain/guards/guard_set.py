@@ -1,7 +1,7 @@
-"""The guards of a run, each asked only for what it answers.
+"""The guards of a run, called for the methods that they define.
 
-Most guards leave most of the protocol to their base class, whose answers are known: nothing to do, nothing to measure, no
-bound. A healthy step then costs one call of `judge` for each, and one of whatever else it defines.
+What a guard leaves to its base class is not called: it would do nothing, measure nothing and bound nothing. A healthy step
+costs one call of `judge` for each guard, and one of each other method that it defines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GuardSet:
         self._unanimous = Decision(Action.COMMIT, 1.0, {guard.name: COMMIT for guard in guards})
 
     def is_of(self, guards: Sequence[Guard]) -> bool:
-        """Whether these are its members; one may have joined since."""
+        """Whether these are its members: recovery may have added one to the list."""
         return self._members == guards
 
     def begin(self, step: int, num_refused: int) -> None:

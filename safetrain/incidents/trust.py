@@ -35,11 +35,11 @@ class Trust:
         """Raise UsageError if the config, or any argument in it, names something else. Imports only what may run."""
         if self.everything:
             return
-        strangers = [target for target in dict.fromkeys(_targets(config)) if not self.allows(target)]
-        if strangers:
+        foreign = [target for target in dict.fromkeys(_targets(config)) if not self.allows(target)]
+        if foreign:
             raise UsageError(
                 f"the config of this run names code from outside the current project ({self._project}), which was not run:\n"
-                + "\n".join(f"  - {target}" for target in strangers)
+                + "\n".join(f"  - {target}" for target in foreign)
                 + "\nTo fix: run the command in the project's directory; or look at that code and at the config, and add --trust."
             )
 

@@ -17,7 +17,7 @@ def note_compiled(model: nn.Module, compiled: nn.Module) -> None:
 
 def called_for(model: nn.Module) -> nn.Module:
     """The compiled model if there is one. Hooks that come and go belong there: those of the model itself are part of the graph,
-    and each change of them would compile it anew."""
+    and each change of them would recompile it."""
     compiled = _COMPILED.get(model, ref(model))()
     return model if compiled is None else compiled
 

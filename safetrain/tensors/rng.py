@@ -51,7 +51,7 @@ class RandomState(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _as_tensor(table: tuple[int, ...]) -> torch.Tensor:
-    """Nobody writes to it. Most runs never draw from Python's generator, so that it is the same each time."""
+    """Read only. Most runs never draw from Python's generator, so the table is the same each time."""
     return torch.from_numpy(np.array(table, dtype=np.int64))
 
 

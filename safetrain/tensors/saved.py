@@ -69,7 +69,7 @@ class SavedTensors:
 
     def add(self, tensors: list[Tensor], values: list[Tensor | None]) -> None:
         """More tensors; their values if they are known, else those of now."""
-        known = {key: value.clone() for key, value in self.value_of.items()}  # their memory is shared out anew
+        known = {key: value.clone() for key, value in self.value_of.items()}  # `_arrange` reuses their memory
         self._arrange([*self.tensors, *tensors])
         for tensor in self.tensors:
             given = known.get(id(tensor))
@@ -97,8 +97,8 @@ def _is_plain(tensor: Tensor) -> bool:
 class Captured:
     """What the roots hold: values of tensors, contents of containers, states of generators, all the way down.
 
-    `restore` puts them back into the same objects, any number of times. Parameters, and the tensors in `known`, are somebody
-    else's business.
+    `restore` puts them back into the same objects, any number of times. Parameters are left out, and so are the
+    tensors in `known`: somebody else restores those.
     """
 
     left_alone: ClassVar[tuple[type, ...]] = (str, bytes, int, float, complex, bool, type(None))
