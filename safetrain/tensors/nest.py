@@ -16,14 +16,17 @@ class Key(NamedTuple):
 
     name: Any
     is_attribute: bool
+    position: int | None = None
+    """Of a field of a named tuple."""
 
 
 Path = tuple[Key, ...]
 
 
 def dotted(path: Path) -> str:
-    """`inputs.mask` in nested dicts and dataclasses, `0` and `1` in a pair; empty for a tensor that is the whole batch."""
-    return ".".join(str(key.name) for key in path)
+    """`inputs.mask` in nested dicts and dataclasses, `0` and `1` in a pair; empty for a tensor that is the whole batch. Fields of
+    a named tuple have their position, as globs in a config count on."""
+    return ".".join(str(key.name if key.position is None else key.position) for key in path)
 
 
 def in_code(path: Path, name: str) -> str:
@@ -53,7 +56,7 @@ def _items(nest: Any) -> Iterable[tuple[Key, Any]] | None:
         return [(Key(name, False), item) for name, item in nest.items()]
     if isinstance(nest, (list, tuple)):
         if names := getattr(nest, "_fields", None):
-            return None if _is_leaf(nest) else _attributes(nest, names)
+            return None if _is_leaf(nest) else [(Key(names[i], True, i), item) for i, item in enumerate(nest)]
         return [(Key(index, False), item) for index, item in enumerate(nest)]
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         return _attributes(nest, [field.name for field in dataclasses.fields(nest)])

@@ -78,7 +78,7 @@ def test_copies_share_nothing_and_new_nests_share_tensors(make):
 def test_tensors_are_named_by_their_path():
     x = torch.ones(1)
     nest = {"inputs": [x, {"mask": x}], "meta": "x", "sample": Frozen(x), "pair": Message(x, None)}
-    assert [path for path, _ in named_tensors(nest)] == ["inputs.0", "inputs.1.mask", "sample.x", "pair.to"]
+    assert [path for path, _ in named_tensors(nest)] == ["inputs.0", "inputs.1.mask", "sample.x", "pair.0"]
     spelled = [path for path, _ in named_tensors(nest, lambda path: in_code(path, "batch"))]
     assert spelled == ["batch['inputs'][0]", "batch['inputs'][1]['mask']", "batch['sample'].x", "batch['pair'].to"]
     assert [path for path, _ in named_tensors(x)] == [""]
