@@ -129,7 +129,7 @@ class Incident:
     def render(self, run_dir: str | Path | None = None, is_repeated: bool = False) -> str:
         """A short block for a terminal. With the run's directory it ends in the command that replays the step.
 
-        One that `is_repeated` is shorter still: the same operation has been explained before.
+        `is_repeated`: the same operation was explained before, so the block is shorter.
         """
         from ..incidents.render import compact, paragraph, row
 

@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that was there before the step."""
+    """A tensor that existed before the step."""
 
     kind: str
     """`parameter`, `buffer`, `attribute` (a tensor that a module holds), `batch`, or `outside` of all these."""
@@ -79,7 +79,7 @@ class Trace:
 
 
 class Replayer:
-    """Replays one step any number of times. Use it as a context manager: at its end nothing is as if it had ever run."""
+    """Replays one step any number of times. Use it as a context manager: on leaving, everything is as it was found."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -208,7 +208,7 @@ class Replayer:
                 yield "outside", f"{type(module).__name__}.{name}", tensor
 
     def examine_leaf(self, leaf: Leaf, batch: Any) -> list[dict[str, Any]]:
-        """Statistics of that tensor, as of an operand; empty when it is not to be found by its name."""
+        """Statistics of that tensor, as of an operand; empty when no tensor has its name."""
         with suppress(Exception):  # statistics are a help, never a reason to fail
             for kind, name, tensor in self._named_leaves(batch):
                 if (kind, name) == (leaf.kind, leaf.name):
@@ -308,7 +308,7 @@ def named_fields(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def _is_mask(kind: str, tensor: Tensor) -> bool:
     if kind != "buffer" or kind_of(tensor) != INF:
         return is_mask(tensor)
-    values = numbers(tensor)  # a buffer may hold a mask and a position bias in one
+    values = numbers(tensor)  # a buffer may hold both a mask and a position bias
     return values is not None and not bool((values == torch.inf).any())
 
 

@@ -1,4 +1,4 @@
-"""A batch as a row of samples, whatever its nesting: how many there are, and the same batch with only some of them."""
+"""How many samples a batch of any nesting holds, and the same batch with only some of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..tensors.nest import NESTED, rebuilt, walk
 
 
 def batch_size(batch: Any) -> int:
-    """Length of the first tensor or array that has one; 1 when none has. Of tensors of different lengths in a list there are as
-    many as samples, if something else has that length."""
+    """Length of the first tensor or array that has one; 1 when none has. A list of tensors of different lengths has one per
+    sample, if something else in the batch has the length of the list."""
     lengths = [(id(item), item.shape[0]) for item in _payload(batch) if item.ndim]
     for items in _ragged(batch):
         own = set(map(id, items))
@@ -64,7 +64,7 @@ def select(batch: Any, keep: list[int], size: int) -> Any:
 
 
 def _is_per_sample(items: Any, size: int) -> bool:
-    """One entry per sample, not one tensor per field that happens to be as many."""
+    """One entry per sample, not as many fields as there happen to be samples."""
     if isinstance(items, list) and _is_ragged(items):
         return True
     return not any(isinstance(item, (Tensor, np.ndarray)) and item.ndim and item.shape[0] == size for item in items)

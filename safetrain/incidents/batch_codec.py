@@ -29,13 +29,14 @@ _KNOWN: dict[str, type] = {
     f"{cls.__module__}.{cls.__qualname__}": cls
     for cls in (list, dict, set, frozenset, int, float, str, bool, OrderedDict, defaultdict, PackedSequence)
 }
-"""Classes that need no import of anybody's code."""
+"""Classes that are known here, so that nothing is imported for them."""
 
 ImportClass = Callable[[str], Any]
 
 
 def encode(value: Any) -> Any:
-    """Tensors are copies on the host, no larger than what the batch shows of them. Raises what an object raises when pickled."""
+    """Tensors are copied to the host, without the part of their storage that is not in the batch. Raises what pickling an object
+    raises."""
     if isinstance(value, Tensor):
         return _on_host(value)
     if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size):

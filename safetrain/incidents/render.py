@@ -36,18 +36,18 @@ def _shortened(found: re.Match[str]) -> str:
 
 
 WIDTH = 100
-"""Columns where there is no terminal."""
+"""Columns without a terminal."""
 
 
 def width() -> int:
-    """Columns to write for: those of the terminal, within what reads well."""
+    """Columns of the terminal, within what reads well."""
     return min(max(shutil.get_terminal_size((WIDTH, 24)).columns, 50), 120)
 
 
 def compact(incident: Incident, command: str = "", is_repeated: bool = False) -> list[str]:
     """The five questions in about ten lines: one line of source around the blamed one, the inputs in one row.
 
-    `command` is what replays the step. One that `is_repeated` was explained before, so only where and what is said.
+    `command` is what replays the step. One that `is_repeated` was explained before: only the operation and the cause are shown.
     """
     inputs, more = _inputs(incident) + _plain_divisor(incident), 0 if width() >= 80 else 2
     if is_repeated:
@@ -64,7 +64,7 @@ def compact(incident: Incident, command: str = "", is_repeated: bool = False) ->
 
 
 def replay_rows(incident: Incident, command: str) -> list[str]:
-    """How the replay went, and the command for another, in one piece: it is to be copied."""
+    """How the replay went, and the command that replays the step, which is never wrapped: it is there to be copied."""
     found = row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident))
     if not command or not sys.stdout.isatty() or len(found) <= width():
         return [found]
@@ -86,12 +86,12 @@ def answers(incident: Incident) -> list[str]:
 
 
 def row(label: str, text: str) -> str:
-    """The text beside its label, in one piece: a command must be copied whole."""
+    """A labelled line that is never wrapped, for commands."""
     return f"  {label:{LABEL}}{printable(text)}"
 
 
 def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
-    """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
+    """A labelled paragraph, wrapped at words; longer than `max_lines` it ends in an ellipsis."""
     lines = textwrap.wrap(
         printable(_LONG_LIST.sub(_shortened, text)),
         width() - LABEL - 2,
@@ -104,7 +104,7 @@ def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which would do something to a terminal: they are shown as escapes."""
+    """Control characters, which a terminal would act on, are shown as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -182,7 +182,7 @@ def _inputs(incident: Incident) -> str:
 
 
 def _whose_inputs(incident: Incident) -> str:
-    """In the backward pass they are not what the line above them computes with."""
+    """In the backward pass they are not the operands of the line that is shown."""
     return "of the derivative: " if incident.origin.phase == "backward" else ""
 
 
@@ -236,7 +236,7 @@ def write_report(incident: Incident, directory: Path) -> Path:
 
 
 def markdown(incident: Incident) -> str:
-    """`report.md`: readable as plain text and on a forge. What comes from user code cannot turn into markup."""
+    """`report.md`: readable as plain text and on GitHub. What comes from user code cannot turn into markup."""
     origin, cause, trigger = incident.origin, incident.cause, incident.trigger
     signal = f" ({_prose(trigger.signal)} = {_prose(exact(trigger.value))})" if trigger.signal else ""
     parts = [

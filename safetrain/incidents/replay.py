@@ -141,7 +141,7 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _from_checkpoint(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Weights too large for the bundle, out of the checkpoint that it points to."""
+    """Weights and buffers from the checkpoint that the bundle points to, with a note: they were too large for the bundle."""
     pointer = bundle.contents["checkpoint"]
     if pointer is None:
         raise UsageError(

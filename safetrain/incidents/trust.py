@@ -27,7 +27,7 @@ from ..errors import UsageError
 class Trust:
     def __init__(self, run_dir: Path, everything: bool = False) -> None:
         self.everything = everything
-        """The user has said that all of it may run."""
+        """`--trust`: everything may run."""
         self._project = Path.cwd().resolve()
         self._run_dir = run_dir.resolve()
 
@@ -63,7 +63,7 @@ class Trust:
         path = file.resolve()
         if path.is_relative_to(bundled_dir().resolve() / "recipes"):
             return True
-        # Also if they lie below the current directory: the functions of these run what they are given.
+        # Also if they lie below the current directory: their functions run code that they are given.
         libraries = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
         if "site-packages" in path.parts or any(path.is_relative_to(library) for library in libraries):
             return False

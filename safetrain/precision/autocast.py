@@ -1,4 +1,4 @@
-"""The types a step computes in: the precisions by name, and the same step in another type for as long as a context is open."""
+"""The precisions by name, and a model or a batch in another floating-point type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of models that `torch.compile` has compiled: what is called in their place, and how their backward is traced."""
+"""Compiled models: what is called instead of the model, and in which precision `torch.compile` traces backward."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _OWN_FORWARD, _AUTOCAST = "_forward_outside_island", "_autocast_inside_model"
 
 
 def island(module: nn.Module) -> Callable[[], None]:
-    """Make a module, with all that it calls, an island; returns what undoes it. May be asked for several times."""
+    """Make a module, with all that it calls, an island; returns what undoes it. Asked for twice, it has to be undone twice."""
     low = next((p.dtype for p in module.parameters() if p.dtype in LOW_PRECISION), None)
     if low is not None:
         raise UsageError(
@@ -50,7 +50,7 @@ def island(module: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def kept_in_fp32(module: nn.Module) -> Iterator[None]:
-    """The module is an island inside."""
+    """The module is an island inside the context."""
     remove = island(module)
     try:
         yield
@@ -89,7 +89,7 @@ def _autocast_inside(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What an instance has as its `forward` while it is an island.
+    """The `forward` of an instance while it is an island.
 
     It is called `forward` because pickle stores a bound method by its name: a pickled model then loads as a plain one.
     """
