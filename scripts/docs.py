@@ -30,8 +30,8 @@ import click
 
 from safetrain.cli.main import COMMANDS, program
 from safetrain.config.describe import _spelt as spelt
-from safetrain.config.fields import Field, fields_of
 from safetrain.config.schema import Config
+from safetrain.core.fields import Field, fields_of
 from safetrain.core.options import field_docs
 from safetrain.guards import REGISTRY
 from safetrain.lint.document import document

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..core.numbers import of_total
 from ..core.progress import shown_by
 
 
@@ -29,8 +30,7 @@ def progress_bar(title: str) -> Iterator[None]:
         task = bar.add_task(title, total=None, count="")
 
         def show(what: str, done: int, total: int | None) -> None:
-            of = "" if total is None else f"/{total:,}"
-            bar.update(task, description=f"{title}: {what}", completed=done, total=total, count=f"{done:,}{of}")
+            bar.update(task, description=f"{title}: {what}", completed=done, total=total, count=of_total(done, total))
 
         with shown_by(show):
             yield

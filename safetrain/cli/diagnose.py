@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.numbers import listed
 from ..core.progress import note
 from ..errors import NonFiniteError, SafetrainError, UsageError
-from ..incidents.render import listed
+from ..incidents.render import NUM_SAMPLES
 from .bars import progress_bar
 from .blocks import say, show
 from .flags import load
@@ -221,7 +222,7 @@ class Examination:
         for position, incident in found:
             title = f"{self._unit.upper()} {position}: {incident.trigger.signal} is bad, {incident.cause.label}"
             if indices := self._indices(position, incident):
-                title += f"; in the data set at {listed(indices)}"
+                title += f"; in the data set at {listed(indices, NUM_SAMPLES)}"
             _show_once(incident, title, shown)
         if self._stopped:
             say(f"the scan ended at {len(found)} bad batches; --limit N looks for more")
@@ -334,7 +335,7 @@ def _show_once(incident: Incident, title: str, shown: set[Any], before: Sequence
     for line in before:
         say(line)
     is_same = incident.origin.phase != "unknown"
-    samples = f", samples {listed(incident.samples)}" if incident.samples else ""
+    samples = f", samples {listed(incident.samples, NUM_SAMPLES)}" if incident.samples else ""
     say(f"  the same operation as above{samples}" if is_same else f"  {incident.cause.explanation}")
 
 

@@ -7,9 +7,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.fields import Field, fields_of, members, show
 from ..core.options import field_docs
 from ..guards import DEFAULT, REGISTRY
-from .fields import Field, fields_of, members, show
 from .schema import Config
 from .targets import static_signature
 from .tree import TARGET

@@ -13,10 +13,10 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..core.fields import fields_of
 from ..core.options import config_attribute, config_key
 from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
-from .fields import fields_of
 from .interpolate import interpolate
 from .merge import Override, apply_overrides, merge
 from .schema import Config

@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 
+from ..core.fields import fields_of
 from ..core.options import config_key, field_docs
+from ..core.scalars import IMPLICIT_RESOLVERS
 from ..guards import REGISTRY
-from .fields import fields_of
 from .schema import Config
-from .tree import IMPLICIT_RESOLVERS, TARGET, KeyPath, dotted, escape
+from .tree import TARGET, KeyPath, dotted, escape
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.fields import target
 from ..core.options import option
-from .fields import target
 
 Target = dict[str, Any]
 """A node with `_target_: package.module.Name` or `./file.py:Name` (relative to the config file) plus its arguments."""

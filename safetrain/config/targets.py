@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..core.fields import show
 from ..core.spelling import suggest
 from ..errors import ConfigError
-from .fields import show
 from .resolve import NotDefined
 from .signatures import Definition, find_definition
 from .tree import BROKEN, TARGET, KeyPath, Node, Problems, rewrite

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from ..core.options import config_key
+from ..core.scalars import Loader, scalar_value
 
 TARGET = "_target_"
 BROKEN = object()
@@ -143,30 +143,6 @@ def escape(text: str) -> str:
 # --- from YAML ---------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as OmegaConf reads it: `1e-3` is a number and a date is text; `1:30` is text too, not 90."""
-
-
-_FLOAT = r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
-    |\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))"""
-_INT = r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)"
-
-
-def _read_numbers_like_omegaconf() -> None:
-    kept = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
-    _Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in kept]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT})$", re.X), list("-+0123456789."))
-    _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^(?:{_INT})$"), list("-+0123456789"))
-
-
-_read_numbers_like_omegaconf()
-IMPLICIT_RESOLVERS = _Loader.yaml_implicit_resolvers
-"""Plain text that YAML reads as something other than a string, so that it must be quoted when it is written."""
-
-
 class YamlError(Exception):
     """Text that is not YAML; `line` and `column` count from 1, and are None when unknown."""
 
@@ -178,7 +154,7 @@ class YamlError(Exception):
 def from_yaml(text: str, place_of_line: Callable[[int], Place], problems: Problems) -> Node | None:
     """The tree of a YAML document with the place of every key; None for an empty document."""
     try:
-        document = yaml.compose(text, Loader=_Loader)
+        document = yaml.compose(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
         raise _yaml_error(error, text) from None
     except yaml.YAMLError as error:
@@ -186,15 +162,6 @@ def from_yaml(text: str, place_of_line: Callable[[int], Place], problems: Proble
     if document is None:
         return None
     return _Builder(place_of_line, problems).node(document, place_of_line(document.start_mark.line + 1), ())
-
-
-def scalar(text: str) -> Any:
-    """What YAML makes of a piece of plain text; the text itself if it is more than a scalar."""
-    try:
-        document = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return text
-    return _scalar_value(document) if isinstance(document, yaml.ScalarNode) else text
 
 
 def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
@@ -207,22 +174,6 @@ def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
     if "\t" in written[: mark.column + 1]:
         what = "indented with a tab, which YAML does not allow; use spaces"
     return YamlError(f"{what}: {written.strip()!r}", mark.line + 1, mark.column + 1)
-
-
-def _scalar_value(node: yaml.ScalarNode) -> Any:
-    text = node.value
-    kind = node.tag.rpartition(":")[2]
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return yaml.SafeLoader.bool_values[text.lower()]
-    if kind == "int":
-        digits = text.replace("_", "")
-        return int(digits, 0) if "0x" in digits or "0b" in digits else int(digits)
-    if kind == "float":
-        digits = text.replace("_", "").lower()
-        return float(digits.replace(".inf", "inf").replace(".nan", "nan"))
-    return text
 
 
 class _Builder:
@@ -248,7 +199,7 @@ class _Builder:
             if not source.tag.startswith("tag:yaml.org,2002:"):
                 self.problems.add(self.place(source), path, f"unknown YAML tag {source.tag}; write a plain value")
             try:
-                return Node(_scalar_value(source), place, source.value)
+                return Node(scalar_value(source), place, source.value)
             except (ValueError, KeyError):
                 kind = source.tag.rpartition(":")[2]
                 self.problems.add(self.place(source), path, f"{source.value!r} cannot be read as !!{kind}")
@@ -273,7 +224,7 @@ class _Builder:
                     else:
                         self.problems.add(place, path, "'<<' must name a mapping or a list of mappings")
                 continue
-            key = _scalar_value(key_source) if isinstance(key_source, yaml.ScalarNode) else None
+            key = scalar_value(key_source) if isinstance(key_source, yaml.ScalarNode) else None
             if key is None:
                 self.problems.add(place, path, "a key must be a plain word, not a list, a mapping or null")
                 continue

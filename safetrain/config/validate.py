@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from ..core.fields import Field, Rejected, fields_of, show
 from ..core.spelling import suggest
 from ..guards import DEFAULT, REGISTRY
-from .fields import Field, Rejected, fields_of, show
 from .resolve import NotDefined
 from .schema import LADDER, Config
 from .signatures import find_definition

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .files import plain
+from .numbers import amount, exact
 
 SCHEMA = 1
 STATE_AUDIT = "audit"
@@ -41,6 +43,20 @@ class Origin:
     code: str | None = None
     inputs: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def describe_operand(operand: dict[str, Any]) -> str:
+    """`self: 12 zeros, 3 negative of 4096 values in [-1, 2], smallest magnitude 3e-39`."""
+    if "count" not in operand:
+        bounds = f" in [{operand['min']}, {operand['max']}]" if "min" in operand else ""
+        return f"{operand['name']}: {operand['dtype']} {operand['shape']}{bounds}"
+    words = (("zeros", "zero"), ("negatives", "negative"), ("nan", "NaN"), ("inf", "+inf"), ("neg_inf", "-inf"))
+    special = ", ".join(f"{operand[key]} {word}" for key, word in words if operand[key])
+    text = f"{operand['name']}: {special + ' of ' if special else ''}{operand['count']} values"
+    if "min" in operand:
+        text += f" in [{operand['min']:.4g}, {operand['max']:.4g}]"
+    smallest = operand.get("smallest", math.inf)
+    return text + (f", smallest magnitude {amount(smallest)}" if smallest < 1e-6 else "")
 
 
 @dataclass
@@ -92,7 +108,7 @@ class Incident:
     path: str | None = None
     """Directory of the bundle on disk, relative to the run directory; None when none was written."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """With several processes: what each rank says of its own part of the step. `rank` is the guilty one."""
+    """With several processes: what each rank reports of its part of the step. `rank` is the one at fault."""
 
     @property
     def id(self) -> str:
@@ -113,11 +129,11 @@ class Incident:
     def render(self, run_dir: str | Path | None = None, is_repeated: bool = False) -> str:
         """A short block for a terminal. With the run's directory it ends in the command that replays the step.
 
-        One that `is_repeated` is shorter still: the same operation has been explained before.
+        `is_repeated`: the same operation was explained before, so the block is shorter.
         """
         from ..incidents.render import compact, paragraph, row
 
-        signal = f", {self.trigger.signal} = {_short(self.trigger.value)}" if self.trigger.signal else ""
+        signal = f", {self.trigger.signal} = {exact(self.trigger.value)}" if self.trigger.signal else ""
         consequence = CONSEQUENCE_FOR_STATE if self.is_of_state else CONSEQUENCE
         lines = [
             f"INCIDENT at step {self.step}{signal}: {consequence[self.decision.action]}",
@@ -155,7 +171,3 @@ CONSEQUENCE_FOR_STATE = {
     "rollback": "the state after this step is bad; rolled back to a good one",
     "stop": "the state after this step is bad and was not saved; the run is stopped",
 }
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

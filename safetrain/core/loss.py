@@ -40,7 +40,7 @@ def adapt_loss(loss: Any) -> LossFn:
 
 
 def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
-    """The loss and the scalar metrics beside it, out of what a step returned; other values are left aside."""
+    """The loss and the scalar metrics out of what a step returned; all other values are ignored."""
     metrics: dict[str, Any] = {}
     if not isinstance(output, Tensor) and isinstance(output, Mapping):
         if "loss" not in output:
@@ -70,7 +70,7 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
 
 
 def unlogged_values(output: Any) -> list[str]:
-    """Names of what a step returned beside the loss that is no number, and cannot be logged as a metric."""
+    """Names of the values that a step returned that are not numbers, and cannot be logged as metrics."""
     if isinstance(output, Tensor) or not isinstance(output, Mapping):
         return []
     return [str(key) for key, value in output.items() if key != "loss" and value is not None and not _is_scalar(value)]

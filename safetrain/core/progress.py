@@ -1,4 +1,4 @@
-"""How far something that takes a while has come: told by whoever does it, to whoever shows it, without knowing each other.
+"""Progress of long work: reported by the code that does it, shown by a listener that the code does not know.
 
 with shown_by(lambda what, done, total: print(what, done, total)):
     for index, batch in enumerate(batches):
@@ -14,18 +14,18 @@ from contextvars import ContextVar
 Listener = Callable[[str, int, "int | None"], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-"""Of this thread only: what a thread in the background does is not what the program waits for."""
+"""Per thread: the program does not wait for what a background thread does."""
 
 
 def note(what: str, done: int, total: int | None = None) -> None:
-    """So much of it is done. Costs next to nothing when nobody listens."""
+    """Report that `done` of `total` are done. Costs next to nothing without a listener."""
     if (listener := _listener.get()) is not None:
         listener(what, done, total)
 
 
 @contextmanager
 def shown_by(listener: Listener) -> Iterator[None]:
-    """What is noted inside goes to this listener; it is called often and decides itself when to draw."""
+    """Progress that is reported inside goes to this listener, which is called often and decides itself when to draw."""
     token = _listener.set(listener)
     try:
         yield

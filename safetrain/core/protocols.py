@@ -35,7 +35,7 @@ ELSEWHERE = {
     "build_criterion": "training_step",
     "build_lr_scheduler": "build_scheduler",
 }
-"""What other trainers call the same thing."""
+"""What other frameworks call them."""
 
 
 def check_hooks(cls: type, base: type) -> None:
@@ -48,8 +48,8 @@ def check_hooks(cls: type, base: type) -> None:
 
 
 def check_protocol(cls: type, base: type, protocol: Mapping[str, str]) -> None:
-    """The same for a class that others call by a protocol, and that has more methods of its own: only what looks like a method
-    that the class lacks, and can be called like it, is taken for it."""
+    """The same for a class that may have methods beyond its protocol: a method is taken for a misspelt one only if the class
+    lacks the one it resembles, and if it can be called like it."""
     own = _methods(cls, base)
     for name, value in own.items():
         close = [] if hasattr(base, name) else difflib.get_close_matches(name, protocol, n=1, cutoff=0.8)

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FitResult:
     seconds: float = 0.0
     """Of training, those before a resume included."""
     timing: dict[str, float] = field(default_factory=dict)
-    """Seconds of it that went elsewhere than into the steps: `recovery` (finding out why steps were bad and repairing them),
+    """Seconds of it that were not spent on the steps: `recovery` (finding out why steps were bad and repairing them),
     `guards`, `evaluation`, `saving`."""
     snapshots: dict[str, float] = field(default_factory=dict)
     """Copies of the state in memory: `num_taken`, `seconds` spent on them, `bytes` held."""

@@ -64,7 +64,7 @@ def existing_run_dir(asked: str | Path | None) -> Path:
 
 
 class RunLock:
-    """Held by the process that writes into a run's directory. The system lets go of it when the process dies, however."""
+    """Held by the process that writes into a run's directory. The system releases it when the process dies, however it dies."""
 
     _held: ClassVar[set[Path]] = set()  # a process is never refused by its own lock, so those are looked up here
 
@@ -109,7 +109,7 @@ class RunLock:
 
 
 def is_in_use(directory: Path) -> bool:
-    """Whether a process is writing into it now. Only asks: whoever wants to write takes a RunLock."""
+    """Whether a process is writing into it now. To write, take a RunLock: this only looks."""
     path = directory.resolve() / LOCK
     if RunLock.holds(path):  # by this process, which would let go of it by closing the file below
         return True

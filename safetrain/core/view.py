@@ -94,7 +94,7 @@ class StepView:
     signals: Mapping[str, float] = field(default_factory=dict)
     """What the guards measured, by `guard.name`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What `training_step` returned beside the loss."""
+    """The metrics that `training_step` returned with the loss."""
     micro_losses: Sequence[float] = ()
     """The loss of each micro-batch of the window."""
     refused_loss: float | None = None

@@ -1,8 +1,9 @@
 """Why the first bad operation went bad: a table of rules, first match wins.
 
 A rule is a function of a `Finding` that returns a sentence made of the measured numbers, or None when it does not apply.
-To add one, write the function with `@rule("label")` at its place in the order below, and a test of the same name.
-Labels are a closed list; when no rule fits, the answer is `unknown` with the reason, never a guess.
+To add one, write the function with `@rule("label")` at its place in the order below, and a failure that only it explains in
+tests/forensics/test_causes.py. Labels are those of core.causes; when no rule fits, the answer is `unknown` with the reason,
+never a guess.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.incident import Cause
-from ..incidents.render import describe_operand
+from ..core.incident import Cause, describe_operand
 from .finding import Finding, has_masked_zeros
 from .frames import Frame, source_of, user_place
 from .raised import explain_error

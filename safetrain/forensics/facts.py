@@ -16,7 +16,7 @@ from .values import FINITE, bad_positions, kind_of, numbers, statistics
 
 MAX_ROWS = 4096
 MAX_HISTOGRAMS = 4
-"""Operands whose values are also counted by size: an op over a list has hundreds."""
+"""Operands that get a histogram: an op over a list of tensors has hundreds."""
 LARGEST_COPY = 200_000_000
 """Operands with more values than this together are not repeated in double precision."""
 
@@ -91,7 +91,7 @@ def examine(
 
 
 def examined(name: str, tensor: Tensor, bad: Tensor | None = None) -> dict[str, Any]:
-    """An operand's statistics and how its values are spread, those at the positions in `bad` counted apart."""
+    """Statistics and histogram of an operand, with the values at the positions in `bad` counted separately."""
     spread = histogram(tensor, bad)
     return statistics(name, tensor) | ({} if spread is None else {"histogram": spread})
 

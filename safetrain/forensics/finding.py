@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..core.incident import Origin
+from ..precision.autocast import LOW_PRECISION
 from .facts import Facts
 from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
 from .provenance import Blame, Provenance, primary
@@ -18,7 +19,7 @@ from .samples_of import has_arrays
 from .schemas import LITERALS
 from .storages import Region
 from .tracer import Event
-from .values import FINITE, LOW_PRECISION
+from .values import FINITE
 
 LOSS = "<loss>"
 DATA = "<data>"
@@ -52,7 +53,7 @@ class Finding:
     owner: str | None = None
     """The tensor that was bad before or turned bad: a parameter, buffer or batch field."""
     held: list[dict[str, Any]] = field(default_factory=list)
-    """Statistics of a tensor that was bad before the step: no operation has made it so, so it is shown as the input."""
+    """Statistics of a tensor that was bad before the step: no operation made it bad, so it is shown as the input."""
     finite_in_fp32: bool | None = None
     """For low precision: does the same step stay finite in single precision? None when it was not tried."""
     error: Exception | None = None
@@ -207,7 +208,7 @@ def _judge_hidden(finding: Finding, crossing: Event) -> None:
     assert origin is not None
     same_op = finding.trace.tracer.forward_of(crossing) is origin
     finding.hidden = has_masked_zeros(finding, crossing)
-    # Statistics that a norm saves for its backward are no value of the forward pass that anyone could see.
+    # Statistics that a norm only saves for its backward are not visible in the forward pass.
     only_saved = bool(origin.writes) and origin.writes[0].kind == FINITE
     if same_op and (finding.hidden or only_saved):
         finding.phase = "backward"
@@ -250,7 +251,7 @@ _NEUTRAL = {
 
 
 def _blame_use_of_intended(finding: Finding) -> None:
-    """The path's last typed Inf is as the user wants it; the op after it let it out."""
+    """The last typed Inf of the path is intended; to blame is the op after it that lets it escape."""
     path = finding.blame.path[::-1]
     last = max((i for i, event in enumerate(path) if event.literal), default=-1)
     after = path[last + 1 :] or path[-1:]

@@ -1,4 +1,4 @@
-"""How the values of an operand are spread, small enough to be kept with an incident."""
+"""Histogram of the values of an operand, small enough to be kept with an incident."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _rounded(value: float) -> float:
 
 
 def _distinct(edges: Any) -> list[float]:
-    """Rounded, because nobody reads more digits and every one is written; those that are then equal are one."""
+    """Rounded, because every digit is written to the incident; edges that are then equal are merged."""
     found = list(dict.fromkeys(_rounded(edge) for edge in edges))
     return found if len(found) > 1 else found * 2
 

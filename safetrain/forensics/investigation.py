@@ -116,7 +116,7 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
     """
     started = time.perf_counter()
     try:
-        # What the step warns of, it has warned of when it ran for the first time.
+        # The step has already warned when it ran for the first time.
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not TRACING.works:

@@ -18,7 +18,7 @@ from .substitutes import Patch, SafeVariant
 
 @dataclass
 class Active:
-    """A patch that is in, and what is to be done about its line."""
+    """A patch that is in, and the change of the source that replaces it."""
 
     variant: SafeVariant | FiniteBackward
     fix: str
@@ -32,11 +32,11 @@ class Patches:
         self._stack: ExitStack | None = None
 
     def add(self, patch: Patch, fix: str = "") -> str | None:
-        """Put it in from the next step on; says what was done, or None if it was in already."""
+        """Put it in from the next step on; returns what was done in words, or None if it was in already."""
         if patch in self._active:
             return None
         self._active[patch] = Active(patch.active(), fix)
-        return f"{_spoken(patch)} runs as its safe variant from now on"
+        return f"{_described(patch)} runs as its safe variant from now on"
 
     def remove(self, patch: Patch) -> None:
         self._active.pop(patch, None)
@@ -56,15 +56,15 @@ class Patches:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """In effect, for a step that is only looked at."""
+        """In effect inside, without counting its uses: for a step that is only examined."""
         num_hits = [active.variant.num_hits for active in self._active.values()]
         with self:
             yield
         for active, before in zip(self._active.values(), num_hits, strict=True):
             active.variant.num_hits = before
 
-    def spoken(self) -> list[str]:
-        return [_spoken(patch) for patch in self._active]
+    def descriptions(self) -> list[str]:
+        return [_described(patch) for patch in self._active]
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Each patch with how often it was used, and the change of the source that makes it permanent."""
@@ -94,7 +94,7 @@ class Patches:
         return {"patches": [{**entry, "function": function} for entry, function in entries]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A patch whose line is another one now is left out, and that is said."""
+        """A patch whose line has changed is left out, with a warning."""
         for entry in state["patches"]:
             file, line, names = entry["file"], entry["line"], entry["operations"]
             linecache.checkcache(file)
@@ -102,11 +102,11 @@ class Patches:
                 Place(file, line, entry["code"], entry["function"]), None if names is None else frozenset(names)
             )
             if linecache.getline(file, line).strip() != entry["code"]:
-                logging.getLogger("safetrain").warning("%s has changed, its patch is no longer in", _spoken(patch))
+                logging.getLogger("safetrain").warning("%s has changed, its patch is no longer in", _described(patch))
             elif self.add(patch, entry["fix"]) is not None:
                 self._active[patch].variant.num_hits = entry["num_uses"]
 
 
-def _spoken(patch: Patch) -> str:
+def _described(patch: Patch) -> str:
     names = "what is unsafe" if patch.names is None else ", ".join(sorted(patch.names))
     return f"{names} at {patch.place.file}:{patch.place.line}"

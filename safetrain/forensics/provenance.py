@@ -114,7 +114,7 @@ class Provenance:
     def _leaf(self, wanted: _Wanted) -> Blame:
         leaf = self._leaves.get(wanted.region.storage)
         if leaf is None:
-            is_mask = self._tracer.strangers.get(wanted.region.storage, False)
+            is_mask = self._tracer.unwritten.get(wanted.region.storage, False)
             leaf = Leaf("outside", "a tensor made outside of the step", is_mask)
         return Blame(None, leaf, intended=leaf.is_mask and wanted.kind == INF, path=_path(wanted.link))
 

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from ..core import progress
 from ..core.incident import Remedy
+from ..precision.autocast import LOW_PRECISION, cast_floats, model_as
+from ..precision.islands import kept_in_fp32
 from ..tensors.gradients import collect, overflow_free_norm
+from ..tensors.nest import map_tensors, tensors_in
 from .backward_functions import SUFFIX, find_function
-from .casts import cast_floats, fp32_island, model_as
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .replay import Replayer, Result
 from .samples import Samples
-from .schemas import tensors_in
 from .substitutes import SUBSTITUTES, Patch, SafeVariant
 from .update import update_is_finite
-from .values import LOW_PRECISION, numbers
+from .values import numbers
 
 
 class Trials:
@@ -216,10 +217,10 @@ def island(trials: Trials) -> Iterator[Remedy]:
         return
     while path and trials.has_budget:
         module = trials.replayer.model.get_submodule(path)
-        remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module))
+        remedy = trials.replay("fp32_island", f"with {path} kept in fp32", kept_in_fp32(module))
         if not remedy.finite and trials.replayer.step.loss_scale > 1:
             # Scaled gradients that overflow are for the loss scaler to handle.
-            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", fp32_island(module), loss_scale=1.0)
+            remedy = trials.replay("fp32_island", f"with {path} kept in fp32", kept_in_fp32(module), loss_scale=1.0)
         yield remedy
         if remedy.finite:
             trials.island = path
@@ -302,8 +303,6 @@ def in_fp32(replayer: Replayer) -> Result:
 
 
 def cast_bad_to_zero(batch: Any) -> Any:
-    from ..tensors.nest import map_tensors
-
     def cleaned(item: Any) -> Any:
         if isinstance(item, Tensor) and item.is_floating_point():
             return torch.nan_to_num(item, nan=0.0, posinf=0.0, neginf=0.0)
@@ -354,7 +353,7 @@ def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _gradient_of_norm_1(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Not undone here: whoever tries an update puts the gradients back."""
+    """Not undone here: `undone` restores the gradients after the update."""
     gradients = collect([p for group in optimizer.param_groups for p in group["params"]])
     norm = overflow_free_norm(gradients)
     if norm is not None and norm > 1.0:

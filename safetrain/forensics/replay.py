@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._private import compiler
-from ..tensors.nest import map_tensors
+from ..tensors.nest import in_code, map_tensors, named_tensors
 from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
@@ -46,7 +46,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that was there before the step."""
+    """A tensor that existed before the step."""
 
     kind: str
     """`parameter`, `buffer`, `attribute` (a tensor that a module holds), `batch`, or `outside` of all these."""
@@ -80,7 +80,7 @@ class Trace:
 
 
 class Replayer:
-    """Replays one step any number of times. Use it as a context manager: at its end nothing is as if it had ever run."""
+    """Replays one step any number of times. Use it as a context manager: on leaving, everything is as it was found."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -209,7 +209,7 @@ class Replayer:
                 yield "outside", f"{type(module).__name__}.{name}", tensor
 
     def examine_leaf(self, leaf: Leaf, batch: Any) -> list[dict[str, Any]]:
-        """Statistics of that tensor, as of an operand; empty when it is not to be found by its name."""
+        """Statistics of that tensor, as of an operand; empty when no tensor has its name."""
         with suppress(Exception):  # statistics are a help, never a reason to fail
             for kind, name, tensor in self._named_leaves(batch):
                 if (kind, name) == (leaf.kind, leaf.name):
@@ -297,29 +297,15 @@ def _copied(item: Any) -> Any:
     return item.clone() if hasattr(item, "clone") else item
 
 
-def named_fields(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its path: `batch[0]`, `batch['x']`, `batch.x`."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from named_fields(value, f"{name}[{key!r}]")
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        for key in batch._fields:
-            yield from named_fields(getattr(batch, key), f"{name}.{key}")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from named_fields(value, f"{name}[{index}]")
-    elif hasattr(batch, "__dict__") and not isinstance(batch, (type, nn.Module)) and not callable(batch):
-        for key, value in vars(batch).items():
-            if isinstance(value, (Tensor, Mapping, list, tuple)):
-                yield from named_fields(value, f"{name}.{key}")
+def named_fields(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a batch, named as a program spells it: `batch[0]`, `batch['x']`, `batch.x`."""
+    return named_tensors(batch, lambda path: in_code(path, "batch"))
 
 
 def _is_mask(kind: str, tensor: Tensor) -> bool:
     if kind != "buffer" or kind_of(tensor) != INF:
         return is_mask(tensor)
-    values = numbers(tensor)  # a buffer may hold a mask and a position bias in one
+    values = numbers(tensor)  # a buffer may hold both a mask and a position bias
     return values is not None and not bool((values == torch.inf).any())
 
 

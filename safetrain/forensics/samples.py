@@ -44,7 +44,7 @@ def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
     without = trial.result_without(frozenset(guilty))
     others = [i for i in range(trial.size) if i not in guilty]
     halves = others[: len(others) // 2], others[len(others) // 2 :]
-    # With one half of the others finite, with the other half not: then it takes one of those as well.
+    # Finite without half of the others, although the guilty samples are still in: they are bad only together with some of those.
     interact = any(trial.result_without(frozenset(half)).finite for half in halves if half)
     note = "bad only together with other samples of the batch" if interact else ""
     return Samples(sorted(guilty), note, without)

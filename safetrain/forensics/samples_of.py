@@ -1,9 +1,7 @@
-"""A batch as a row of samples, whatever its nesting: how many there are, and the same batch with only some of them."""
+"""How many samples a batch of any nesting holds, and the same batch with only some of them."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors.nest import NESTED, rebuilt, walk
+
 
 def batch_size(batch: Any) -> int:
-    """Length of the first tensor or array that has one; 1 when none has. Of tensors of different lengths in a list there are as
-    many as samples, if something else has that length."""
+    """Length of the first tensor or array that has one; 1 when none has. A list of tensors of different lengths has one per
+    sample, if something else in the batch has the length of the list."""
     lengths = [(id(item), item.shape[0]) for item in _payload(batch) if item.ndim]
     for items in _ragged(batch):
         own = set(map(id, items))
@@ -43,46 +43,28 @@ def has_arrays(batch: Any) -> bool:
 
 
 def _payload(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
-    if isinstance(batch, (Tensor, np.ndarray)):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _payload(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _payload(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _payload(getattr(batch, field.name))
+    return (leaf for _, leaf in walk(batch) if isinstance(leaf, (Tensor, np.ndarray)))
 
 
 def select(batch: Any, keep: list[int], size: int) -> Any:
     """The batch with only these samples: every tensor and list that has one entry per sample is cut down."""
-    if isinstance(batch, Tensor):
-        return batch[torch.tensor(keep, device=batch.device)] if batch.dim() and batch.shape[0] == size else batch
-    if isinstance(batch, np.ndarray):
-        return batch[keep] if batch.ndim and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        items = {key: select(value, keep, size) for key, value in batch.items()}
-        if not isinstance(batch, dict):
-            return type(batch)(items)  # type: ignore[call-arg]
-        result = copy.copy(batch)  # keeps the type and what else it holds
-        result.update(items)
-        return result
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(select(value, keep, size) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == size and _is_per_sample(batch, size):
-            return type(batch)(batch[i] for i in keep)
-        return type(batch)(select(value, keep, size) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {f.name: select(getattr(batch, f.name), keep, size) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **changes)
-    return batch
+
+    def change(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item[torch.tensor(keep, device=item.device)] if item.dim() and item.shape[0] == size else item
+        if isinstance(item, np.ndarray):
+            return item[keep] if item.ndim and item.shape[0] == size else item
+        if isinstance(item, (list, tuple)) and not hasattr(item, "_fields") and len(item) == size:
+            return type(item)(item[i] for i in keep) if _is_per_sample(item, size) else NESTED
+        if isinstance(item, Mapping) and not isinstance(item, dict):
+            return type(item)({key: rebuilt(value, change) for key, value in item.items()})  # type: ignore[call-arg]
+        return NESTED
+
+    return rebuilt(batch, change)
 
 
 def _is_per_sample(items: Any, size: int) -> bool:
-    """One entry per sample, not one tensor per field that happens to be as many."""
+    """One entry per sample, not as many fields as there happen to be samples."""
     if isinstance(items, list) and _is_ragged(items):
         return True
     return not any(isinstance(item, (Tensor, np.ndarray)) and item.ndim and item.shape[0] == size for item in items)

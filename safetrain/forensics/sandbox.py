@@ -1,24 +1,20 @@
-"""Everything that replaying a step may disturb, remembered and put back."""
+"""Everything that replaying a step may disturb, captured and restored."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .._private.storage import storage_identity
-from ..tensors.rng import RandomState
+from ..tensors.rng import GENERATORS, RandomState
+from ..tensors.saved import Captured
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
-_CONTAINERS = (list, dict, set, deque)
 MAX_ITEMS = 10_000
 """Longer containers are data, not state."""
 
@@ -46,7 +42,8 @@ class Sandbox:
         ]
         self._start_buffers = self._values_before(model, buffers or {})
         self._attributes = [(module, _attributes(module)) for module in self._modules]
-        self._generators = [(g, _generator_state(g)) for g in _generators(self._modules, loss_fn)]
+        held = [value for _, attributes in self._attributes for value in attributes.values()]
+        self._held = Captured([*held, *_generators(loss_fn)], [buffer for _, _, buffer, _ in self._buffers], MAX_ITEMS)
         self._parameters = parameters
         self._gradients = [p.grad for p in parameters]
         self._by_address = {_address(p): p for p in parameters}
@@ -57,7 +54,7 @@ class Sandbox:
         return [given.get(names.get(id(buffer), ""), value) for _, _, buffer, value in self._buffers]
 
     def before_write(self, tensor: Tensor) -> None:
-        """Told by the tracer: some step functions write to parameters, and those are kept before the first write."""
+        """The tracer calls it: some step functions write to parameters, and those are copied before the first write."""
         parameter = self._by_address.get(_address(tensor))
         if parameter is not None and id(parameter) not in self._overwritten:
             self._overwritten[id(parameter)] = (parameter, parameter.detach().clone())
@@ -80,9 +77,10 @@ class Sandbox:
         for parameter, value in self._overwritten.values():
             parameter.data.copy_(value)
         for module, attributes in self._attributes:
-            _put_back(module, attributes)
-        for generator, state in self._generators:
-            _set_generator_state(generator, state)
+            for name in _attributes(module).keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+        self._held.restore()
         random_state.restore()
 
     def buffers_before(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -125,54 +123,11 @@ def _address(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """All that a module holds besides parameters, buffers and children (counters, caches, lists), with what is in it."""
-    return {name: (value, _content(value)) for name, value in module.__dict__.items() if name not in _INTERNAL}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """All that a module holds besides parameters, buffers and children: counters, caches, lists."""
+    return {name: value for name, value in module.__dict__.items() if name not in _INTERNAL}
 
 
-def _content(value: Any) -> Any:
-    if type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided:
-        return value.detach().clone()
-    return copy.copy(value) if type(value) in _CONTAINERS and len(value) < MAX_ITEMS else None
-
-
-def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    for name in [name for name in module.__dict__ if name not in _INTERNAL and name not in attributes]:
-        del module.__dict__[name]
-    for name, (value, content) in attributes.items():
-        module.__dict__[name] = value
-        if content is None:
-            continue
-        if isinstance(value, Tensor):
-            value.data.copy_(content)
-        elif isinstance(value, (list, deque)):
-            value.clear()
-            value.extend(content)
-        else:
-            value.clear()
-            value.update(content)
-
-
-def _generators(modules: list[nn.Module], loss_fn: Callable[..., Any]) -> list[Any]:
-    values = [value for module in modules for value in module.__dict__.values()]
-    if inspect.isfunction(loss_fn):
-        values += list(_values_of(loss_fn))
-    kinds = (torch.Generator, np.random.Generator, random.Random)
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.getstate()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.setstate(state)
+def _generators(loss_fn: Callable[..., Any]) -> list[Any]:
+    values = _values_of(loss_fn) if inspect.isfunction(loss_fn) else ()
+    return [value for value in values if isinstance(value, GENERATORS)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
 from .._private.autograd import op_schema
+from ..tensors.nest import in_code, named_tensors
 
 # torch.tensor(...) and the like: the value was typed or came from the host.
 LITERALS = {"lift_fresh", "lift_fresh_copy", "lift"}
@@ -54,29 +55,16 @@ def schema_of(func: Any) -> Schema:
     )
 
 
-def named_tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def named_operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Every tensor among the arguments, with the argument's name; lists are numbered."""
+    named = [(names[index] if index < len(names) else str(index), value) for index, value in enumerate(args)]
     found: list[tuple[str, Tensor]] = []
-    for index, value in enumerate(args):
-        _collect(names[index] if index < len(names) else str(index), value, found)
-    for name, value in kwargs.items():
-        _collect(name, value, found)
+    for name, value in [*named, *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, (list, tuple)):
+            found += named_tensors(value, partial(in_code, name=name))
     return found
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    found: list[tuple[str, Tensor]] = []
-    _collect("", value, found)
-    return [tensor for _, tensor in found]
-
-
-def _collect(name: str, value: Any, found: list[tuple[str, Tensor]]) -> None:
-    # Not a closure: a recursive closure is a reference cycle that would keep the tensors alive until the collector runs.
-    if isinstance(value, Tensor):
-        found.append((name, value))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _collect(f"{name}[{index}]", item, found)
 
 
 def literal_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[float]:

@@ -7,16 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.incident import Origin
 from ..errors import UsageError
 from ..precision import islands
+from ..precision.autocast import AUTOCAST_DTYPES
 from ..tensors.rng import RandomState
-
-AUTOCAST_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class Effort:
 
     remedies: bool = True
     is_known: Callable[[Origin], bool] = lambda origin: False
-    """Remedies are not tried again for an origin of which this says yes."""
+    """Remedies are not tried again for an origin for which this returns True."""
     samples: bool = True
     anomaly: bool = False
-    """Also replay the step in autograd's anomaly mode, and tell what that says."""
+    """Also replay the step in autograd's anomaly mode, and report its message."""
     max_replays: int = 64
     """Upper bound on the replays that search samples and try remedies."""

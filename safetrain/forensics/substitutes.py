@@ -198,7 +198,7 @@ class Patch:
 
 
 class SafeVariant(TorchFunctionMode):
-    """While active, calls of these names from this line use their safe variant. `num_hits` tells whether any did."""
+    """While active, calls of these names from this line use their safe variant. `num_hits` counts them."""
 
     def __init__(self, place: Place, names: Set[str] | None = None) -> None:
         super().__init__()

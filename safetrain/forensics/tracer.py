@@ -24,7 +24,7 @@ from .._private.autograd import (
     next_node_number,
     node_number,
 )
-from ..tensors.nest import tensors_in as tensors_of
+from ..tensors.nest import tensors_in
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
@@ -35,9 +35,8 @@ from .schemas import (
     Schema,
     base_name,
     literal_numbers,
-    named_tensors,
+    named_operands,
     schema_of,
-    tensors_in,
 )
 from .storages import EVERYTHING, Region, Storages
 from .values import FINITE, INF, is_mask, kind_of, kind_of_number
@@ -120,7 +119,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._interventions = interventions or {}
         self._before_write = before_write
         self._num_events = self._num_stable = self._num_facts = 0
-        self.strangers: dict[int, bool] = {}
+        self.unwritten: dict[int, bool] = {}
         """Storages with bad values that no traced op wrote, and whether they look like a mask."""
 
     @contextlib.contextmanager
@@ -177,7 +176,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.is_view:
             self.events.append(event)
             return func(*args, **kwargs)
-        operands = named_tensors(schema.arguments, args, kwargs)
+        operands = named_operands(schema.arguments, args, kwargs)
         written = self._read(event, schema, operands, args, kwargs)
         if node is not None and schema.name == "mul":
             event.masks = frozenset(name for name, t in operands if t.layout is torch.strided and bool((t == 0).any()))
@@ -222,7 +221,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(
         self, event: Event, schema: Schema, operands: list[tuple[str, Tensor]], args: Any, kwargs: dict[str, Any]
     ) -> set[int]:
-        """Note what the op reads; returns the storages that it says it writes."""
+        """Record what the op reads; returns the storages that its schema says it writes."""
         written = set()
         for name, tensor in operands:
             region = self.storages.region(tensor)
@@ -234,8 +233,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if schema.overwrites or name == "out":
                     continue
             kind = self._kind(tensor, region)
-            if kind and region.storage not in self._writers and region.storage not in self.strangers:
-                self.strangers[region.storage] = is_mask(tensor)
+            if kind and region.storage not in self._writers and region.storage not in self.unwritten:
+                self.unwritten[region.storage] = is_mask(tensor)
             if kind and schema.name in SELECTING:
                 kind = _kind_selected(schema.name, args, tensor, kind)
             event.reads.append(Access(name, region, kind))
@@ -258,7 +257,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _outputs(
         self, schema: Schema, result: Any, operands: list[tuple[str, Tensor]], args: tuple[Any, ...]
     ) -> list[Tensor]:
-        outputs = tensors_in(result)
+        outputs = list(tensors_in(result))
         for name, tensor in operands:
             if base_name(name) in schema.written and not any(tensor is output for output in outputs):
                 outputs.append(tensor)
@@ -280,7 +279,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writers.setdefault(region.storage, []).append((event, access))
 
     def _kind(self, tensor: Tensor, region: Region) -> int:
-        """Scans a tensor once for as long as nobody writes its storage."""
+        """Scans a tensor once per write to its storage."""
         if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return kind_of(tensor)
         key = self._key(tensor, region)
@@ -295,11 +294,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _opaque(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Higher-order ops (flex attention, cond): one event, whatever happens inside."""
         event = self._begin(str(func), str(func), current_node(), always_frames=True)
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             region = self.storages.region(tensor)
             event.reads.append(Access("input", region, self._kind(tensor, region)))
         result = func(*args, **kwargs)
-        for tensor in tensors_of(result):
+        for tensor in tensors_in(result):
             self._wrote(event, tensor, set())
         self.events.append(event)
         return result

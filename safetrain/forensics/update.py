@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..tensors.saved import Captured
 from .finding import LOSS, Finding, describe
 from .frames import user_place
 from .provenance import Provenance, primary
 from .replay import Leaf, Replayer, Trace
 from .tracer import Tracer
 from .values import FINITE, kind_of
-
-_FIXED = {"defaults", "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 
 @contextmanager
@@ -30,7 +28,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
-    saved = {name: _saved(value) for name, value in vars(optimizer).items() if name not in _FIXED}
+    held = Captured([vars(optimizer)])
     try:
         yield
     finally:
@@ -40,39 +38,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 parameter.grad = gradient
                 if gradient is not None:
                     gradient.copy_(gradient_value)
-            for name in [name for name in vars(optimizer) if name not in _FIXED and name not in saved]:
-                delattr(optimizer, name)
-            vars(optimizer).update({name: _restored(value) for name, value in saved.items()})
-
-
-def _saved(value: Any) -> tuple[Any, Any]:
-    """The object itself, and what is in it; lists and dicts all the way down."""
-    if isinstance(value, nn.Parameter):
-        return value, None
-    if isinstance(value, Tensor):
-        return value, value.detach().clone()
-    if isinstance(value, (list, deque)):
-        return value, [_saved(item) for item in value]
-    if isinstance(value, dict):
-        return value, {key: _saved(item) for key, item in value.items()}
-    return value, None
-
-
-def _restored(saved: tuple[Any, Any]) -> Any:
-    value, content = saved
-    if content is None:
-        return value
-    if isinstance(value, Tensor):
-        value.copy_(content)
-    elif isinstance(value, dict):
-        entries = {key: _restored(item) for key, item in content.items()}
-        value.clear()
-        value.update(entries)
-    else:
-        items = [_restored(item) for item in content]
-        value.clear()
-        value.extend(items)
-    return value
+            held.restore()
 
 
 def survives_bad_gradients(replayer: Replayer) -> bool:
@@ -84,7 +50,7 @@ def survives_bad_gradients(replayer: Replayer) -> bool:
         before = _bad_tensors(replayer, optimizer)
         try:
             optimizer.step()
-        except Exception:  # an update that raises helps nobody
+        except Exception:  # an update that raises does not cope with them
             return False
         return _bad_tensors(replayer, optimizer).keys() <= before.keys()
 

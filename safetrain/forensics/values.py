@@ -14,7 +14,6 @@ from .._private.storage import sparse_values
 FINITE, INF, NAN = 0, 1, 2
 """Kinds of tensors, in order of badness: a tensor with both Inf and NaN is NAN."""
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FLOAT8 = tuple(
     getattr(torch, name)

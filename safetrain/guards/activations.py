@@ -24,7 +24,7 @@ class ActivationsConfig:
     """Globs over module names or type names of what is watched: largest absolute value, share of zeros, and how near it is
     to the end of its type's range, for outputs and for their gradients."""
     every: int = option(50, ge=1)
-    """Watch every so many steps. The steps between have no hook on the model and cost nothing."""
+    """Watch every N steps. The steps between have no hook on the model and cost nothing."""
     after_refusal: bool = True
     """Also watch each step that follows a refused one."""
     history: int = option(20, ge=1)

@@ -63,6 +63,6 @@ class Anomaly(Guard):
         return COMMIT
 
     def _raised(self, view: StepView) -> bool:
-        """`Function 'SqrtBackward0' returned nan values in its 0th output.` is how anomaly mode says it."""
+        """Anomaly mode raises `Function 'SqrtBackward0' returned nan values in its 0th output.`"""
         error = view.error
         return self.config.mode == "always" and isinstance(error, RuntimeError) and "returned nan values" in str(error)

@@ -1,4 +1,4 @@
-"""Lowers the learning rate after trouble of training dynamics, and lets it return."""
+"""Lowers the learning rate after an incident of training dynamics, and raises it back gradually."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Backoff(Guard):
     """A multiplier outside the scheduler: the schedule itself is untouched and goes on when the scale is back at its ceiling.
 
     Each incident after the first lowers the ceiling, so a learning rate that keeps causing trouble is not returned to. The
-    history of incidents is not rewound by a rollback, so a level that was rolled back takes them in again.
+    history of incidents is not rewound by a rollback, so a level that was rolled back accounts for them again.
     """
 
     Config = BackoffConfig

@@ -15,8 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.fields import Rejected, fields_of
 from ..core.options import config_attribute
 from ..core.protocols import check_protocol
+from ..core.spelling import suggest
 from ..core.verdict import Decision, Verdict
 from ..core.view import DeviceStep, Limits, StepView
 from ..errors import UsageError
@@ -70,7 +72,7 @@ class Guard:
         known = REGISTRY.get(cls.name)
         if known is None or not known.__module__.startswith(f"{__package__}."):
             REGISTRY[cls.name] = (
-                cls  # a guard of the user's with a name of ours is used by `_target_`, and hides nothing
+                cls  # a user's guard with the name of a built-in one is reached by `_target_`, and does not replace that one
             )
 
     def __init__(self, config: Any = None, **options: Any) -> None:
@@ -82,8 +84,6 @@ class Guard:
         known = [field.name for field in dataclasses.fields(self.Config) if field.init]
         for name in options:
             if name not in known:
-                from ..core.spelling import suggest  # the config package imports the guards
-
                 raise UsageError(
                     f"guard {self.name} has no option {name!r}{suggest(name, known)}\nTo fix: correct its name, or leave it out."
                 )
@@ -94,8 +94,6 @@ class Guard:
 
     def _check_options(self) -> None:
         """As a config's are: types, bounds and choices."""
-        from ..config.fields import Rejected, fields_of
-
         if not isinstance(self.config, self.Config):
             raise UsageError(
                 f"guard {self.name} was given a {type(self.config).__name__} as its config.\n"
@@ -103,7 +101,7 @@ class Guard:
             )
         try:
             fields = fields_of(self.Config)
-        except NameError:  # annotated with a name that only the source knows
+        except NameError:  # an annotation that cannot be resolved, of a name that is not global
             return
         for name, field in fields.items():
             value = getattr(self.config, config_attribute(name))
@@ -114,10 +112,10 @@ class Guard:
                 raise UsageError(f"guard {self.name}: {name}: {rejected}.\nTo fix: correct it.") from None
 
     measures_backward: ClassVar[bool] = True
-    """Whether `measure` needs the gradients, or what hooks saw of them. With several processes the numbers of a guard that says
-    False are asked for before backward, and travel with the loss; the others cost an exchange of their own."""
+    """Whether `measure` needs the gradients, or what hooks saw of them. With several processes, signals that do not need them are
+    measured before backward and travel with the loss; the others cost an exchange of their own."""
     over_ranks: ClassVar[str] = "mean"
-    """What becomes of its signals over several processes: their `mean`, or the largest (`max`)."""
+    """How its signals are reduced over several processes: `mean` or `max`."""
 
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""

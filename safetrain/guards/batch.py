@@ -24,7 +24,7 @@ RAISED = (IndexError, ValueError, RuntimeError, ArithmeticError, AssertionError)
 @dataclass
 class BatchConfig:
     action: str = option("drop", choices=("drop", "skip", "warn"))
-    """`drop`: the step is refused, and may be tried again without the bad samples. `skip`: refused. `warn`: only said."""
+    """`drop`: the step is refused, and may be tried again without the bad samples. `skip`: refused. `warn`: a warning, the step passes."""
     only_if_bad: bool = True
     """Act only when the step is in trouble anyway: it raised, or its loss or gradient is not finite. `false` also refuses
     bad data that the model would have coped with."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a batch, and which of its samples are to blame.
+"""What can be wrong with a batch, and in which of its samples.
 
 A field of a batch is named by its path: `inputs.mask` in nested dicts and dataclasses, `0` and `1` in a pair.
 """
@@ -15,27 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.numbers import listed
 from ..tensors.gradients import peak
-from ..tensors.nest import num_samples
+from ..tensors.nest import named_tensors, num_samples, tensors_in
 
-
-def named_leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nest with its path."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(nest, Tensor):
-        yield path, nest
-    elif isinstance(nest, Mapping):
-        items = nest.items()
-    elif isinstance(nest, (list, tuple)):
-        items = enumerate(nest)
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        items = ((f.name, getattr(nest, f.name)) for f in dataclasses.fields(nest))
-    for key, item in items:
-        yield from named_leaves(item, f"{path}.{key}" if path else str(key))
+named_leaves = named_tensors
 
 
 def output_shapes(output: Any) -> set[tuple[int, ...]]:
-    return {tuple(leaf.shape) for _, leaf in named_leaves(output) if leaf.is_floating_point()}
+    return {tuple(leaf.shape) for leaf in tensors_in(output) if leaf.is_floating_point()}
 
 
 def is_named(path: str, globs: Iterable[str]) -> bool:
@@ -55,7 +43,7 @@ class Problem:
     """Samples of that micro-batch, by index along the first dimension; empty when it cannot be said which."""
 
     def __str__(self) -> str:
-        rows = f" in row {_listed(self.rows)}" if self.rows else ""
+        rows = f" in row {listed(self.rows, 8)}" if self.rows else ""
         return f"field {self.field!r} {self.detail}{rows}"
 
 
@@ -85,7 +73,7 @@ class Checks:
 
     @torch.no_grad()
     def problems(self, window: Sequence[Any]) -> list[Problem]:
-        """All that is wrong, with the rows. Reads the batches: only for a step that is in trouble."""
+        """All that is wrong, with the rows. Waits for the device: only for a step that is in trouble."""
         return [problem for index, batch in enumerate(window) for problem in self._problems(index, batch)]
 
     def _problems(self, index: int, batch: Any) -> Iterator[Problem]:
@@ -104,7 +92,7 @@ class Checks:
                 yield Problem("labels", index, path, detail, _rows(bad, size))
 
     def _fields(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((path, leaf) for path, leaf in named_leaves(batch) if not is_named(path, self.ignore))
+        return ((path, leaf) for path, leaf in named_tensors(batch) if not is_named(path, self.ignore))
 
     def _has_wrong_dtype(self, path: str, leaf: Tensor) -> bool:
         return self.dtypes.get(path, _dtype(leaf)) != _dtype(leaf)
@@ -119,11 +107,11 @@ class Checks:
 
 def dtypes(window: Sequence[Any]) -> dict[str, str]:
     """The type of each field of the first micro-batch."""
-    return {path: _dtype(leaf) for batch in window[:1] for path, leaf in named_leaves(batch)}
+    return {path: _dtype(leaf) for batch in window[:1] for path, leaf in named_tensors(batch)}
 
 
 def sentence(problems: Sequence[Problem]) -> str:
-    """For people. Without a problem of its own, a rank refuses because the number of bad things is that of all ranks."""
+    """For people. A rank without a problem of its own refuses because of another one: the counts of all ranks are added up."""
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     return "; ".join(map(str, problems[:3])) + more or "bad data on another rank"
 
@@ -159,7 +147,7 @@ def _can_be_nonfinite(leaf: Tensor) -> bool:
 
 
 def _num_classes(labels: tuple[int, ...], outputs: Iterable[tuple[int, ...]]) -> int:
-    """Size of the dimension that an output of shape (N, C, …) or (N, …, C) has beside the labels' (N, …); 0 if none fits.
+    """The C of an output of shape (N, C, …) or (N, …, C) for labels of shape (N, …); 0 if no output fits.
 
     The largest, when several outputs fit: a hidden state may have the same leading dimensions as the logits.
     """
@@ -176,7 +164,3 @@ def _rows(bad: Tensor, size: int) -> tuple[int, ...]:
     if bad.dim() == 0 or bad.shape[0] != size:
         return ()
     return tuple(bad.reshape(size, -1).any(dim=1).nonzero().flatten().tolist())
-
-
-def _listed(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")

@@ -26,7 +26,7 @@ class FiniteConfig:
     max_in_window: int = option(30, ge=1)
     """Refusals within `window` steps after which a rollback is asked for."""
     state_every: int = option(50, ge=1)
-    """Check parameters and optimizer state every so many steps. They are always checked when a step is refused and before
+    """Check parameters and optimizer state every N steps. They are always checked when a step is refused and before
     anything is saved."""
     drop_micro_batch: bool = False
     """With gradient accumulation: leave non-finite micro-batches out and train on the rest of the window. Costs a second

@@ -1,7 +1,7 @@
-"""The guards of a run, each asked only for what it answers.
+"""The guards of a run, called for the methods that they define.
 
-Most guards leave most of the protocol to their base class, whose answers are known: nothing to do, nothing to measure, no
-bound. A healthy step then costs one call of `judge` for each, and one of whatever else it defines.
+What a guard leaves to its base class is not called: it would do nothing, measure nothing and bound nothing. A healthy step
+costs one call of `judge` for each guard, and one of each other method that it defines.
 """
 
 from __future__ import annotations
@@ -109,6 +109,3 @@ class GuardSet(Sequence[Guard]):
             guard.learn(view, decision)
 
 
-def _answering(guards: Sequence[Guard], method: str) -> list[Guard]:
-    """Those that have a method of their own."""
-    return [g for g in guards if method in vars(g) or getattr(type(g), method) is not getattr(Guard, method)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .._private import compiler
-from .batch_checks import named_leaves
+from ..tensors.nest import tensors_in
 
 STATISTICS = ("max_abs", "zeros", "saturation")
 """Largest absolute value (NaN and Inf propagate), share of exact zeros, and `max_abs` as a share of the largest number of
@@ -93,7 +93,7 @@ class Probe:
         outputs, gradients = self._outputs[name], self._gradients[name]
 
         def watch(module: nn.Module, args: Any, output: Any) -> None:
-            for _, leaf in named_leaves(output):
+            for leaf in tensors_in(output):
                 if leaf.is_floating_point():
                     outputs.add(leaf)
                     if leaf.requires_grad:

@@ -1,4 +1,4 @@
-"""Asks for a rollback when the loss has been climbing away from its best for a while."""
+"""Asks for a rollback when the loss has stayed far above its best for many steps."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Rollback(Guard):
         if self.num_above < self.config.patience:
             return COMMIT
         reason = f"the loss (smoothed {self.fast.mean:.4g}) has been above its best {self.best:.4g} for {self.num_above} steps"
-        if self._helpless(view):
+        if self._did_not_help(view):
             return Verdict(reason=f"{reason}; accepted as a new level, because going back did not help")
         return Verdict(
             Action.ROLLBACK, reason=reason, evidence={"signal": "loss", "value": self.fast.mean, "best": self.best}
         )
 
     def learn(self, view: StepView, decision: Decision) -> None:
-        if self.num_above >= self.config.patience and self._helpless(view):
+        if self.num_above >= self.config.patience and self._did_not_help(view):
             self._begin()
         loss = view.loss
         if not math.isfinite(loss):
@@ -75,7 +75,7 @@ class Rollback(Guard):
         )
         self.num_above = self.num_above + 1 if smoothed > limit else 0
 
-    def _helpless(self, view: StepView) -> bool:
+    def _did_not_help(self, view: StepView) -> bool:
         since = view.step - 50 * self.config.patience
         return sum(step >= since for step in view.rollback_steps) >= self.config.accept_after
 

@@ -41,7 +41,7 @@ class SpikeConfig:
 
 
 class Spike(Guard):
-    """Only upward, only finite values (the others are the business of `finite`), and never learned from a refused step."""
+    """Looks upward only, at finite values only (`finite` handles the others), and learns from committed steps only."""
 
     Config = SpikeConfig
     config: SpikeConfig

@@ -27,7 +27,7 @@ class StallConfig:
     frozen_steps: int = option(40, ge=2)
     """Steps in a row with the very same loss, far above the best one, after which the network is frozen."""
     outputs_every: int | None = option(20, ge=1)
-    """Look at the model's output every so many steps: three times in a row the same for every sample of the batch is
+    """Look at the model's output every N steps: the same output for every sample of the batch, three times in a row, is
     collapse. null: never."""
     no_progress_steps: int = option(60, ge=5)
     """Steps after which a loss that was never below its start, and is far above it, means that training never began:
@@ -59,11 +59,11 @@ class Stall(Guard):
         self._output: Tensor | None = None
         self._model: nn.Module | None = None
         self._remove_hook: Callable[[], None] | None = None
-        """It has one only while a step is watched: a module with a hook is slower to call."""
+        """Set only while a step is watched: a module with a hook is slower to call."""
         self._weights: list[Tensor] = []
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        from ..tensors.module_globs import called_for
+        from ..precision.compiled import called_for
 
         self._weights = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
         self._model = called_for(model)
@@ -114,8 +114,8 @@ class Stall(Guard):
             return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
         size, rise = view.signals.get(f"{self.name}.weight_size"), self.config.far_above - 1.0
         return (
-            self.beginning.went_astray(self.config.early_steps, self.config.early_rise, size)
-            or self.beginning.led_nowhere(self.config.no_progress_steps, rise)
+            self.beginning.rose_from_start(self.config.early_steps, self.config.early_rise, size)
+            or self.beginning.never_improved(self.config.no_progress_steps, rise)
             or COMMIT
         )
 

@@ -1,4 +1,4 @@
-"""How training began: the loss and the size of the weights at its start, and what the first steps made of them."""
+"""The first steps of training: the loss and the norm of the weights at the start, and how they have changed since."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Beginning:
         elif self.smooth.add(loss) < self.best:
             self.best = self.smooth.mean
 
-    def went_astray(self, after: int | None, rise: float, size: float | None) -> Verdict | None:
-        """The loss is above its start and the weights have grown by half. A first batch that was easy by chance looks the same
-        but for the weights, so what this asks for is confirmed with the weights of the start before it is done."""
+    def rose_from_start(self, after: int | None, rise: float, size: float | None) -> Verdict | None:
+        """The loss is above its start and the norm of the weights has grown by half. After a first batch that was easy by
+        chance the loss rises too, so the step is tried with the weights of the start before training is restarted."""
         if self.num_seen != after or self.start_size is None or size is None:
             return None
         if self.smooth.mean <= raised(self.start, rise) or size <= 1.5 * self.start_size:
@@ -39,12 +39,10 @@ class Beginning:
         reason = (
             f"the first {self.num_seen} steps raised the loss from {self.start:.4g} to a mean of {self.smooth.mean:.4g}"
         )
-        return self._restart(
-            reason, margin=0.02
-        )  # not just as good, which is what a schedule that warms up slowly gives
+        return self._restart(reason, margin=0.02)  # with a slow warm-up the weights of the start are about as good
 
-    def led_nowhere(self, after: int, rise: float) -> Verdict | None:
-        """The loss was never below its start, and is far above it. Confirmed like the other."""
+    def never_improved(self, after: int, rise: float) -> Verdict | None:
+        """The loss was never below its start, and is far above it. Confirmed in the same way."""
         if self.num_seen != after or self.best < self.start or self.smooth.mean <= raised(self.start, rise):
             return None
         return self._restart(

@@ -1,7 +1,8 @@
 """A batch out of types that `torch.load(weights_only=True)` accepts, and back.
 
 Tensors, numbers, strings, lists, tuples and dicts stay what they are. An object of any other class is taken apart as pickle
-would do it and kept with the name of its class, so that who reads the file decides whether that class may be imported.
+would do it and kept with the name of its class, so that who reads the file decides whether that class may be imported. That is
+why this walks through a batch in its own way: objects that nobody else looks into must come back, with their classes named.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import os
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..checkpoint.plain import from_loadable, to_loadable
 from ..errors import UsageError
+from ..tensors.nest import tensors_in
 
 _TAG = "__safetrain__"
 _KNOWN: dict[str, type] = {
     f"{cls.__module__}.{cls.__qualname__}": cls
     for cls in (list, dict, set, frozenset, int, float, str, bool, OrderedDict, defaultdict, PackedSequence)
 }
-"""Classes that need no import of anybody's code."""
+"""Classes that are known here, so that nothing is imported for them."""
 
 ImportClass = Callable[[str], Any]
 
 
 def encode(value: Any) -> Any:
-    """Tensors are copies on the host, no larger than what the batch shows of them. Raises what an object raises when pickled."""
+    """Tensors are copied to the host, without the part of their storage that is not in the batch. Raises what pickling an object
+    raises."""
     if isinstance(value, Tensor):
         return _on_host(value)
     if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size):
@@ -123,13 +126,4 @@ def _on_host(tensor: Tensor) -> Tensor:
     return kept.requires_grad_(tensor.requires_grad)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor of what `encode` gave."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
+tensors_of = tensors_in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import math
 import os
 import re
 import shutil
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import write_text
+from ..core.incident import describe_operand
+from ..core.numbers import exact, listed
 
 if TYPE_CHECKING:
     from ..core.incident import Incident
@@ -35,18 +36,18 @@ def _shortened(found: re.Match[str]) -> str:
 
 
 WIDTH = 100
-"""Columns where there is no terminal."""
+"""Columns without a terminal."""
 
 
 def width() -> int:
-    """Columns to write for: those of the terminal, within what reads well."""
+    """Columns of the terminal, within what reads well."""
     return min(max(shutil.get_terminal_size((WIDTH, 24)).columns, 50), 120)
 
 
 def compact(incident: Incident, command: str = "", is_repeated: bool = False) -> list[str]:
     """The five questions in about ten lines: one line of source around the blamed one, the inputs in one row.
 
-    `command` is what replays the step. One that `is_repeated` was explained before, so only where and what is said.
+    `command` is what replays the step. One that `is_repeated` was explained before: only the operation and the cause are shown.
     """
     inputs, more = _inputs(incident) + _plain_divisor(incident), 0 if width() >= 80 else 2
     if is_repeated:
@@ -63,7 +64,7 @@ def compact(incident: Incident, command: str = "", is_repeated: bool = False) ->
 
 
 def replay_rows(incident: Incident, command: str) -> list[str]:
-    """How the replay went, and the command for another, in one piece: it is to be copied."""
+    """How the replay went, and the command that replays the step, which is never wrapped: it is there to be copied."""
     found = row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident))
     if not command or not sys.stdout.isatty() or len(found) <= width():
         return [found]
@@ -78,19 +79,19 @@ def answers(incident: Incident) -> list[str]:
         lines += paragraph("INPUTS" if index == 0 else "", whose + describe_operand(operand))
     lines += [*_samples(incident), *paragraph("FIX", _fix(incident))]
     for index, remedy in enumerate(incident.remedies):
-        loss = f", loss {remedy.loss:.6g}" if remedy.finite and remedy.loss is not None else ""
+        loss = f", loss {exact(remedy.loss)}" if remedy.finite and remedy.loss is not None else ""
         outcome = f"finite{loss}" if remedy.finite else "still bad"
         lines += paragraph("TRIED" if index == 0 else "", f"{remedy.detail or remedy.name}: {outcome}")
     return [*lines, *paragraph("REPLAY", replayed(incident))]
 
 
 def row(label: str, text: str) -> str:
-    """The text beside its label, in one piece: a command must be copied whole."""
+    """A labelled line that is never wrapped, for commands."""
     return f"  {label:{LABEL}}{printable(text)}"
 
 
 def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
-    """The text beside its label, broken at words; longer than `max_lines` it ends in an ellipsis."""
+    """A labelled paragraph, wrapped at words; longer than `max_lines` it ends in an ellipsis."""
     lines = textwrap.wrap(
         printable(_LONG_LIST.sub(_shortened, text)),
         width() - LABEL - 2,
@@ -103,7 +104,7 @@ def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which would do something to a terminal: they are shown as escapes."""
+    """Control characters, which a terminal would act on, are shown as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -176,17 +177,12 @@ def as_typed(file: str) -> str:
     return file if below.startswith("..") else below
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _inputs(incident: Incident) -> str:
     return "; ".join(describe_operand(operand) for operand in incident.origin.inputs[:4])
 
 
 def _whose_inputs(incident: Incident) -> str:
-    """In the backward pass they are not what the line above them computes with."""
+    """In the backward pass they are not the operands of the line that is shown."""
     return "of the derivative: " if incident.origin.phase == "backward" else ""
 
 
@@ -205,12 +201,11 @@ def _why(incident: Incident) -> str:
 
 
 def _samples(incident: Incident) -> list[str]:
-    return paragraph("SAMPLES", f"{listed(incident.samples)} of the batch, counted from 0") if incident.samples else []
-
-
-def listed(numbers: list[int]) -> str:
-    rest = f" and {len(numbers) - NUM_SAMPLES} more" if len(numbers) > NUM_SAMPLES else ""
-    return ", ".join(map(str, numbers[:NUM_SAMPLES])) + rest
+    return (
+        paragraph("SAMPLES", f"{listed(incident.samples, NUM_SAMPLES)} of the batch, counted from 0")
+        if incident.samples
+        else []
+    )
 
 
 def _fix(incident: Incident) -> str:
@@ -231,20 +226,6 @@ def replayed(incident: Incident) -> str:
     return reproduced[incident.replay.reproduced] + deterministic[incident.replay.deterministic]
 
 
-def describe_operand(operand: dict[str, Any]) -> str:
-    """`self: 12 zeros, 3 negative of 4096 values in [-1, 2], smallest magnitude 3e-39`."""
-    if "count" not in operand:
-        bounds = f" in [{operand['min']}, {operand['max']}]" if "min" in operand else ""
-        return f"{operand['name']}: {operand['dtype']} {operand['shape']}{bounds}"
-    words = (("zeros", "zero"), ("negatives", "negative"), ("nan", "NaN"), ("inf", "+inf"), ("neg_inf", "-inf"))
-    special = ", ".join(f"{operand[key]} {word}" for key, word in words if operand[key])
-    text = f"{operand['name']}: {special + ' of ' if special else ''}{operand['count']} values"
-    if "min" in operand:
-        text += f" in [{operand['min']:.4g}, {operand['max']:.4g}]"
-    smallest = operand.get("smallest", math.inf)
-    return text + (f", smallest magnitude {smallest:.3g}" if smallest < 1e-6 else "")
-
-
 # ---- report.md ------------------------------------------------------------------------------------------------------
 
 
@@ -255,9 +236,9 @@ def write_report(incident: Incident, directory: Path) -> Path:
 
 
 def markdown(incident: Incident) -> str:
-    """`report.md`: readable as plain text and on a forge. What comes from user code cannot turn into markup."""
+    """`report.md`: readable as plain text and on GitHub. What comes from user code cannot turn into markup."""
     origin, cause, trigger = incident.origin, incident.cause, incident.trigger
-    signal = f" ({_prose(trigger.signal)} = {_prose(_number(trigger.value))})" if trigger.signal else ""
+    signal = f" ({_prose(trigger.signal)} = {_prose(exact(trigger.value))})" if trigger.signal else ""
     parts = [
         f"# Step {incident.step}: {_title(incident)}",
         f"Caught by {_code(trigger.guard)}{signal} at {incident.time}. "
@@ -270,7 +251,7 @@ def markdown(incident: Incident) -> str:
         f"{_code(cause.label)}: {_prose(cause.explanation)}.",
         "## Inputs of the operation",
         _operand_table([*origin.inputs, *origin.outputs]),
-        f"Samples of the batch: {listed(incident.samples)}." if incident.samples else "",
+        f"Samples of the batch: {listed(incident.samples, NUM_SAMPLES)}." if incident.samples else "",
         "## Way of the bad value",
         " → ".join(_code(step) for step in incident.propagation),
         "## Fix",
@@ -349,8 +330,4 @@ def _remedy_table(incident: Incident) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else _prose(_number(value))
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "" if value is None else _prose(exact(value))

@@ -47,7 +47,7 @@ class Replayed:
     differences: list[str] = field(default_factory=list)
     """From what was recorded, in words."""
     notes: list[str] = field(default_factory=list)
-    """What could not be as it was."""
+    """What could not be restored."""
 
 
 def replay(
@@ -61,8 +61,8 @@ def replay(
 ) -> Replayed:
     """Puts the bundle's weights into the model, runs its step there, and investigates it.
 
-    `import_class` finds the classes of which objects in the batch are, and may raise. `beside` are the modules with weights
-    that `loss_fn` uses beside the model, when they cannot be found in it.
+    `import_class` finds the classes of objects in the batch, and may raise. `beside` are auxiliary modules: those with weights
+    that `loss_fn` uses besides the model, when they cannot be found in it.
     """
     contents = bundle.contents
     if contents["window"] is None:
@@ -77,7 +77,7 @@ def replay(
         _restore_optimizer(optimizer, contents["optimizer"])
     patches = Patches()
     patches.load_state_dict({"patches": contents["patches"]})
-    notes += [f"with its patches: {', '.join(patches.spoken())}"] if contents["patches"] else []
+    notes += [f"with its patches: {', '.join(patches.descriptions())}"] if contents["patches"] else []
     notes += [f"with its float32 islands: {', '.join(contents['islands'])}"] if contents["islands"] else []
     step = Step(
         model,
@@ -101,7 +101,7 @@ def replay(
 
 
 def _restore(bundle: Bundle, model: nn.Module, beside: list[nn.Module]) -> list[str]:
-    """Weights, buffers and modes as the step found them; says what could not be."""
+    """Restore weights, buffers and modes as they were before the step; returns notes on what could not be restored."""
     contents, notes = bundle.contents, []
     weights, buffers = contents["model"], contents["buffers"]
     if weights is None:
@@ -141,7 +141,7 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _from_checkpoint(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Weights too large for the bundle, out of the checkpoint that it points to."""
+    """Weights and buffers from the checkpoint that the bundle points to, with a note: they were too large for the bundle."""
     pointer = bundle.contents["checkpoint"]
     if pointer is None:
         raise UsageError(

@@ -27,7 +27,7 @@ from ..errors import UsageError
 class Trust:
     def __init__(self, run_dir: Path, everything: bool = False) -> None:
         self.everything = everything
-        """The user has said that all of it may run."""
+        """`--trust`: everything may run."""
         self._project = Path.cwd().resolve()
         self._run_dir = run_dir.resolve()
 
@@ -35,11 +35,11 @@ class Trust:
         """Raise UsageError if the config, or any argument in it, names something else. Imports only what may run."""
         if self.everything:
             return
-        strangers = [target for target in dict.fromkeys(_targets(config)) if not self.allows(target)]
-        if strangers:
+        foreign = [target for target in dict.fromkeys(_targets(config)) if not self.allows(target)]
+        if foreign:
             raise UsageError(
                 f"the config of this run names code from outside the current project ({self._project}), which was not run:\n"
-                + "\n".join(f"  - {target}" for target in strangers)
+                + "\n".join(f"  - {target}" for target in foreign)
                 + "\nTo fix: run the command in the project's directory; or look at that code and at the config, and add --trust."
             )
 
@@ -63,7 +63,7 @@ class Trust:
         path = file.resolve()
         if path.is_relative_to(bundled_dir().resolve() / "recipes"):
             return True
-        # Also if they lie below the current directory: the functions of these run what they are given.
+        # Also if they lie below the current directory: their functions run code that they are given.
         libraries = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
         if "site-packages" in path.parts or any(path.is_relative_to(library) for library in libraries):
             return False
@@ -108,14 +108,15 @@ def _is_building_block(found: Any) -> bool:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
 
+    from ..config import import_target
     from ..optim.optimizers import adamw, sgd
-    from ..trainer.trainer import SafeTrainer
 
     module = found.__module__
     if not inspect.isclass(found):
         return bool(module == "torch.nn.functional" or module.startswith("safetrain.safe.") or found in (adamw, sgd))
     kinds = (nn.Module, Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
-    return found is SafeTrainer or (module.startswith("torch.") and issubclass(found, kinds))
+    is_trainer = module.startswith("safetrain.") and found is import_target("safetrain.SafeTrainer")
+    return is_trainer or (module.startswith("torch.") and issubclass(found, kinds))
 
 
 def _targets(node: Any) -> Iterator[str]:

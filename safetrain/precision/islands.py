@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .._private.compiler import FullPrecisionBackward
 from ..errors import UsageError
 from ..tensors.nest import map_tensors
+from .autocast import LOW_PRECISION
+from .compiled import COMPILED_BACKWARD
 
 LOSS = "loss"
 """The name of the island that is everything outside the model."""
 
-_LOW = (torch.float16, torch.bfloat16)
 # Keys in an instance's __dict__. How many asked for the module, or the loss around it, to be an island:
 _ISLAND, _LOSS_ISLAND = "_num_fp32_island", "_num_fp32_loss"
 # The forward that the instance had of its own, and the autocast that the model itself is to open:
@@ -38,14 +38,24 @@ _OWN_FORWARD, _AUTOCAST = "_forward_outside_island", "_autocast_inside_model"
 
 
 def island(module: nn.Module) -> Callable[[], None]:
-    """Make a module, with all that it calls, an island; returns what undoes it. May be asked for several times."""
-    low = next((p.dtype for p in module.parameters() if p.dtype in _LOW), None)
+    """Make a module, with all that it calls, an island; returns what undoes it. Asked for twice, it has to be undone twice."""
+    low = next((p.dtype for p in module.parameters() if p.dtype in LOW_PRECISION), None)
     if low is not None:
         raise UsageError(
             f"{type(module).__name__} has parameters in {str(low).removeprefix('torch.')}, so it cannot be a float32 island.\n"
             "To fix: keep the model in float32 and let loop.precision choose the arithmetic."
         )
     return _ask(module, _ISLAND)
+
+
+@contextmanager
+def kept_in_fp32(module: nn.Module) -> Iterator[None]:
+    """The module is an island inside the context."""
+    remove = island(module)
+    try:
+        yield
+    finally:
+        remove()
 
 
 def loss_island(model: nn.Module) -> Callable[[], None]:
@@ -79,7 +89,7 @@ def _autocast_inside(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What an instance has as its `forward` while it is an island.
+    """The `forward` of an instance while it is an island.
 
     It is called `forward` because pickle stores a bound method by its name: a pickled model then loads as a plain one.
     """
@@ -97,15 +107,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_fp32(nest: Any) -> Any:
-    return map_tensors(nest, _leaf_to_fp32)
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, PackedSequence)):
+            dtype = leaf.data.dtype if isinstance(leaf, PackedSequence) else leaf.dtype
+            return leaf.float() if dtype in LOW_PRECISION else leaf
+        return leaf
 
-
-def _leaf_to_fp32(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.float() if leaf.dtype in _LOW else leaf
-    if isinstance(leaf, PackedSequence):
-        return leaf.float() if leaf.data.dtype in _LOW else leaf
-    return leaf
+    return map_tensors(nest, widened)
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -129,7 +137,7 @@ def _ask(module: nn.Module, key: str) -> Callable[[], None]:
         if "forward" in own:
             own[_OWN_FORWARD] = own["forward"]
         own["forward"] = types.MethodType(forward, module)
-        _BACKWARD.hold()
+        COMPILED_BACKWARD.hold()
     own[key] = own.get(key, 0) + 1
     asked = True
 
@@ -153,7 +161,7 @@ def _release(module: nn.Module, key: str) -> None:
     own.pop(_AUTOCAST, None)
     if _OWN_FORWARD in own:
         own["forward"] = own.pop(_OWN_FORWARD)
-    _BACKWARD.let_go()
+    COMPILED_BACKWARD.let_go()
 
 
 def _is_installed(module: nn.Module) -> bool:
@@ -162,6 +170,3 @@ def _is_installed(module: nn.Module) -> bool:
 
 def _is(module: nn.Module, kind: str) -> bool:
     return _is_installed(module) and kind in module.__dict__
-
-
-_BACKWARD = FullPrecisionBackward()

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from ..core.numbers import amount, listed
 from ..forensics.replay import fresh
 from ..forensics.samples_of import select
-from .outcome import Outcome, Unavailable, amount, failed, listed, passed, skipped, warned, worst
+from .outcome import Outcome, Unavailable, failed, passed, skipped, warned, worst
 from .sample import Read
 from .scan import Field, Rows
 from .subject import Subject

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..core.numbers import amount, listed
 from .data import seen
-from .outcome import Outcome, amount, failed, listed, passed, skipped, warned, worst
+from .outcome import Outcome, failed, passed, skipped, warned, worst
 from .scan import Field, Rows
 from .subject import Subject
 

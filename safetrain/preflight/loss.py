@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from ..core.numbers import amount
 from .observer import LossCall
-from .outcome import Outcome, amount, failed, passed, skipped, warned, worst
+from .outcome import Outcome, failed, passed, skipped, warned, worst
 from .subject import Subject
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._private.autograd import TRACING, TorchDispatchMode, modes_off, op_schema
 from .._private.modules import convolutions, norms_over_channels
-from ..guards.batch_checks import named_leaves
+from ..tensors.nest import named_tensors
 
 FP16_MAX = 65504.0
 FP16_MIN = 2.0**-24
@@ -122,7 +122,7 @@ class Observer:
 
     def begin(self, batch: Any) -> None:
         """Call it before each batch."""
-        self._fields = dict(named_leaves(batch))
+        self._fields = dict(named_tensors(batch))
         self._path.clear()
         self._numbers.clear()
 
@@ -169,7 +169,7 @@ class Observer:
                 self._channel_dim = 1 if isinstance(module, self._channels_second) else -1
             layer = self.layers.setdefault(name or type(module).__name__, Layer(type(module).__name__))
             with modes_off():
-                for _, leaf in named_leaves(output):
+                for _, leaf in named_tensors(output):
                     if leaf.is_floating_point() and leaf.numel() and leaf.layout is torch.strided:
                         _add_output(layer, leaf.detach())
                         if leaf.requires_grad:

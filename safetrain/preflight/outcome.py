@@ -47,14 +47,3 @@ def worst(outcomes: list[Outcome], otherwise: Outcome) -> Outcome:
     numbers = {key: value for outcome in reversed(ranked) for key, value in outcome.numbers.items()}
     reason = "; ".join(outcome.reason for outcome in ranked[:3])
     return Outcome(ranked[0].status, reason, ranked[0].fix, otherwise.numbers | numbers)
-
-
-def listed(names: list[Any], limit: int = 4) -> str:
-    """The first few names, comma-separated, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(str, names[:limit])) + more
-
-
-def amount(value: float) -> str:
-    """A number with three significant digits."""
-    return f"{value:.3g}"

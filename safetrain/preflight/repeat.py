@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..checkpoint.state import TrainState
+from ..core.numbers import amount, gigabytes, listed
 from ..data.sources import IterableSource, ListSource, MapSource, StatefulSource
 from ..errors import Interrupted
-from ..guards.batch_checks import named_leaves
-from .outcome import Outcome, Unavailable, amount, failed, listed, passed, warned
+from ..tensors.nest import named_tensors
+from .outcome import Outcome, Unavailable, failed, passed, warned
 from .subject import Subject
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _other_data(subject: Subject) -> Outcome | None:
     first = subject.first[0]
     with subject.clean():
         again = next(iter(subject.sample.batches(in_order=True)))
-    one, other = dict(named_leaves(first.batch)), dict(named_leaves(again.batch))
+    one, other = dict(named_tensors(first.batch)), dict(named_tensors(again.batch))
     differing = [path for path in one if not _same_bits(one[path], other.get(path))]
     if not differing:
         return None
@@ -86,7 +87,7 @@ def resume(subject: Subject) -> Outcome:
     """A few steps uninterrupted, and the same steps saved and resumed halfway: the weights must be bit-identical."""
     size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
     if size > MAX_STATE_BYTES:
-        raise Unavailable(f"the model has {size / 2**30:.1f} GiB, too much to save twice in a check")
+        raise Unavailable(f"the model has {gigabytes(size)}, too much to save twice in a check")
     subject.healthy  # noqa: B018  raises where no step can be made
     steps = 2 * NUM_STEPS * subject.trainer.config.loop.grad_accum
     if steps * subject.seconds_per_step > subject.budget.left:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..guards.batch_checks import named_leaves
+from ..tensors.nest import named_tensors
 from .sample import CannotRead, Read, Sample
 
 KEPT = 64
@@ -106,7 +106,7 @@ def scan(sample: Sample, markers: Mapping[str, set[int]], deadline: float) -> Sc
             found.num_rows += read.size
             if read.size == 0:
                 found.empty_batches.append(read.position)
-            for path, leaf in named_leaves(read.batch):
+            for path, leaf in named_tensors(read.batch):
                 known = found.fields.setdefault(path, Field(leaf.dtype, tuple(leaf.shape[1:])))
                 _look(known, leaf, read, markers.get(path, set()))
             if time.perf_counter() > deadline:

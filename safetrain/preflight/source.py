@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ..core.numbers import listed
 from ..data.sources import IterableSource, MapSource, StatefulSource
 from ..lint import lint_paths
-from .outcome import Outcome, listed, passed, skipped, warned
+from .outcome import Outcome, passed, skipped, warned
 from .subject import Subject
 
 

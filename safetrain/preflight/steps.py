@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.numbers import amount, listed
 from ..forensics import Effort, Step, diagnose
 from ..forensics.raised import is_numeric
 from ..forensics.scan import _is_healthy
 from ..precision import islands
 from ..tensors.rng import seed_everything
 from .observer import FP16_MAX, FP16_MIN
-from .outcome import Outcome, amount, failed, listed, passed, skipped, warned, worst
+from .outcome import Outcome, failed, passed, skipped, warned, worst
 from .sample import CannotRead, Read
 from .subject import Subject
 

@@ -13,11 +13,12 @@ import torch
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..core.numbers import amount, listed
 from ..core.view import Limits, tightest
 from ..tensors import gradients
 from ..tensors.rng import RandomState
 from .data import LARGE
-from .outcome import Outcome, Unavailable, amount, failed, listed, passed, skipped, warned
+from .outcome import Outcome, Unavailable, failed, passed, skipped, warned
 from .sample import Read
 from .subject import Subject
 

@@ -1,4 +1,4 @@
-"""All that looking at a trainer may disturb, remembered and put back."""
+"""All that looking at a trainer may disturb, captured and restored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.sources import ListSource
 from ..tensors.rng import RandomState
+from ..tensors.saved import Captured
 from .belongings import Belongings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Untouched:
         self._parameters = [(p, p.data, p.data.clone(), p.grad) for p in parameters.values()]
         buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._buffers = [(b, b.detach().clone()) for b in {id(b): b for b in buffers}.values()]
-        self._optimizer = _OptimizerState(trainer.optimizer)
+        self._optimizer = Captured([vars(trainer.optimizer)])
         self._scaler = copy.deepcopy(trainer.precision.state_dict())
         self._attributes = dict(vars(trainer))
         known: list[Tensor] = [*parameters.values(), *buffers]
@@ -41,7 +42,7 @@ class Untouched:
     @torch.no_grad()
     def rewind(self, everything: bool = False) -> None:
         """`everything`: also large arrays that the model, the loss or the data hold."""
-        self._belongings.put_back(everything)
+        self._belongings.restore(everything)
         for parameter, data, value, _ in self._parameters:
             if parameter.data.data_ptr() != data.data_ptr():
                 parameter.data = data
@@ -49,7 +50,7 @@ class Untouched:
             parameter.grad = None
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        self._optimizer.put_back()
+        self._optimizer.restore()
         if self._scaler:
             self._trainer.precision.load_state_dict(copy.deepcopy(self._scaler))
         vars(self._trainer).clear()
@@ -72,48 +73,8 @@ class Untouched:
             parameter.grad = gradient
 
 
-class _OptimizerState:
-    """Its moments, and the settings of its groups; what else it holds is with the belongings."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
-        self._groups = [
-            {key: _copied(value) for key, value in _settings(group).items()} for group in _groups(optimizer)
-        ]
-
-    def put_back(self) -> None:
-        self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: _copied(state) for parameter, state in self._state.items()})
-        for group, settings in zip(_groups(self._optimizer), self._groups, strict=True):
-            for key in _settings(group).keys() - settings.keys():
-                del group[key]
-            for key, value in settings.items():
-                current = group.get(key)
-                if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-                    current.copy_(value)  # a compiled step, or a schedule, may hold this very tensor
-                else:
-                    group[key] = _copied(value)
-
-
 def _is_real(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.element_size() > 1
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return list(optimizer.param_groups)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return copy.copy(value) if isinstance(value, list) else value
 
 
 def _modules(trainer: SafeTrainer) -> list[nn.Module]:

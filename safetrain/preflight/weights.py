@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .._private.modules import transposed_convolutions
+from ..core.numbers import amount, listed
 from ..tensors.rng import seed_everything
-from .outcome import Outcome, amount, failed, listed, passed, warned, worst
+from .outcome import Outcome, failed, passed, warned, worst
 from .subject import Subject
 
 MAX_REBUILT_BYTES = 2**30

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..core.files import write_text
 from ..core.incident import Incident
+from ..core.numbers import typographic
 from ..errors import RunDirectoryError, UsageError
 from .run import RunHistory, read_run
 from .settings import Difference, differences
 from .timeline import NARROW, WIDE, timeline
-from .verdict import Figure, RunVerdict, figures, number, verdict
+from .verdict import Figure, RunVerdict, figures, verdict
 from .views import SHORT, TONES, IncidentView, view_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = typographic
     environment.filters["operand"] = _operand
     environment.globals.update(tones=TONES, shorts=SHORT)
     return environment
@@ -223,4 +224,4 @@ def _operand(value: Any) -> str:
         return " × ".join(map(str, value)) or "scalar"
     if isinstance(value, float) and abs(value) < 1e6 and value.is_integer():
         return f"{value:g}".replace("-", "−")
-    return number(value)
+    return typographic(value)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.numbers import on_axis
 from . import svg
 from .lanes import draw_lanes, lanes_of
 from .run import RunHistory
@@ -206,7 +207,7 @@ def _set_scale(axis: Axes, values: Floats, refused: Sequence[Floats], may_be_log
     """Scales to the committed values, so that a refused outlier does not flatten the curve; returns the upper limit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axis.yaxis.set_major_formatter(FuncFormatter(_number))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: on_axis(value)))
     if not len(values):
         values = np.concatenate([*refused, values])
     if not len(values):
@@ -222,12 +223,12 @@ def _set_scale(axis: Axes, values: Floats, refused: Sequence[Floats], may_be_log
         top = 10 ** (math.log10(high) + min(room, 30.0))
         axis.set_yscale("log", nonpositive="clip")
         axis.set_ylim(floor / 1.6, top)
-        axis.yaxis.set_major_formatter(FuncFormatter(_number))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: on_axis(value)))
         first, last = math.ceil(math.log10(floor / 1.6)), math.floor(math.log10(top))
         axis.set_yticks([10.0**e for e in range(first, last + 1, max(1, math.ceil((last - first) / 4)))])
     elif may_be_log and low < 0 and max(-low, high) > 1000 * max(median, 1e-300):
         axis.set_yscale("symlog", linthresh=max(median, 1e-300))
-        axis.yaxis.set_major_formatter(FuncFormatter(_number))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: on_axis(value)))
         top = high * 10
     else:
         room = (high - low) or abs(high) or 1.0
@@ -236,16 +237,6 @@ def _set_scale(axis: Axes, values: Floats, refused: Sequence[Floats], may_be_log
         axis.yaxis.set_major_locator(MaxNLocator(4))
     axis.minorticks_off()
     return top
-
-
-def _number(value: float, _: Any = None) -> str:
-    """`0.002`, `1,500`, `3e−8`."""
-    if value == 0:
-        return "0"
-    if 1e-4 <= abs(value) < 1e6:
-        return f"{value:,.4g}".replace("-", "−") if abs(value) < 1000 else f"{value:,.0f}".replace("-", "−")
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}".replace("-", "−")
 
 
 # ---- incidents -------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
+from ..core.numbers import duration_in_words, typographic
 from .incidents import as_number
 from .run import RunHistory
 
@@ -73,7 +72,7 @@ def _overflows(run: RunHistory) -> str:
 
 def _final_loss(run: RunHistory, word: str = "final") -> str:
     value = as_number(run.end.get("final_loss", run.loss.last))
-    return f"; {word} loss {number(value)}" if isinstance(value, (int, float)) and (run.loss or run.end) else ""
+    return f"; {word} loss {typographic(value)}" if isinstance(value, (int, float)) and (run.loss or run.end) else ""
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,18 @@ def figures(run: RunHistory) -> list[Figure]:
         Figure("incidents", f"{run.incidents.count:,}", _by_action(run), "bad" if run.incidents else "good"),
         Figure("skipped", f"{skipped:,}", _overflow_hint(run), "warn" if skipped > run.outcomes["overflow"] else ""),
         Figure("rollbacks", f"{run.num_rollbacks:,}", "", "bad" if run.num_rollbacks else ""),
-        Figure("final loss", number(as_number(run.end.get("final_loss", run.loss.last))), "of the last committed step"),
+        Figure(
+            "final loss", typographic(as_number(run.end.get("final_loss", run.loss.last))), "of the last committed step"
+        ),
     ]
     if best:
         shown.append(best)
     if run.lowest_lr_scale < 1.0:
         shown.append(Figure("learning rate", f"×{run.lowest_lr_scale:.3g}", "at its lowest, by backoff", "warn"))
     if isinstance(seconds := run.end.get("seconds"), (int, float)) and 0 <= seconds < 1e12:
-        shown.append(Figure("time", duration(seconds), f"{run.num_attempted / max(seconds, 1e-9):,.3g} steps/s"))
+        shown.append(
+            Figure("time", duration_in_words(seconds), f"{run.num_attempted / max(seconds, 1e-9):,.3g} steps/s")
+        )
     return shown
 
 
@@ -122,21 +125,4 @@ def _best(run: RunHistory) -> Figure | None:
     name = next(iter(metrics), None)
     if name is None:
         return None
-    return Figure(f"best eval {name}", number(metrics[name]), f"at step {record['step']:,}")
-
-
-def number(value: Any) -> str:
-    """A number as text, including NaN and Inf."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "+inf" if value > 0 else "−inf"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}".replace("-", "−")
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return Figure(f"best eval {name}", typographic(metrics[name]), f"at step {record['step']:,}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.causes import CAUSES
 from ..core.incident import CONSEQUENCE, Incident
 from ..incidents.render import headline, printable, replayed, source_lines
 from .histogram import histogram, is_drawable
@@ -102,8 +103,9 @@ class IncidentView:
 
     @property
     def meaning(self) -> str:
-        """What the cause means in general."""
-        return MEANING.get(self.incident.cause.label, "")
+        """The cause in plain words."""
+        cause = CAUSES.get(self.incident.cause.label)
+        return "" if cause is None else cause.meaning
 
     @property
     def operation(self) -> str:
@@ -167,27 +169,6 @@ class IncidentView:
     @property
     def replayed(self) -> str:
         return replayed(self.incident)
-
-
-MEANING = {
-    "division_by_zero": "Something is divided by 0.",
-    "log_of_nonpositive": "The logarithm of 0 or of a negative number is not a finite number.",
-    "invalid_domain": "The function is not defined there.",
-    "singular_gradient": "The value is finite, but its derivative at this point is infinite.",
-    "masked_branch_gradient": "A bad value is masked out of the result, but its derivative is not: 0 times infinity is NaN.",
-    "neg_inf_mask": "A mask of −inf covers a whole row, or reaches an operation for which −inf is not neutral.",
-    "exp_overflow": "The exponential is larger than the largest number of its type.",
-    "fp16_overflow": "The value is larger than half precision can hold.",
-    "fp16_underflow": "A small number becomes 0 in half precision.",
-    "empty_reduction": "There are too few values to reduce.",
-    "degenerate_decomposition": "The matrix has repeated or zero singular values, where the derivative does not exist.",
-    "infeasible_target": "The loss of this target is infinite whatever the model predicts.",
-    "bad_input_data": "The data has NaN or Inf in it before anything is computed.",
-    "corrupt_parameter": "A parameter or buffer of the model has NaN or Inf in it before the step.",
-    "divergence": "Values grow from step to step, or from layer to layer, until they exceed the range of numbers.",
-    "optimizer_numerics": "Loss and gradients are finite; the optimizer's own arithmetic is not.",
-    "custom_backward_bug": "A hand-written backward returns values that are not finite.",
-}
 
 
 def view_of(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from ..core import numbers
 from ..core.incident import Incident
 from ..core.result import FitResult
 from ..incidents.render import LABEL, as_typed, paragraph, printable, row
@@ -119,7 +120,7 @@ def step_cells(record: StepRecord, vitals: Vitals) -> list[str]:
         f"loss {record.loss:<9.5g}",
         f"grad {view.grad_norm:<8.3g}",
         f"lr {lr_text(record):<8}",
-        rate_text(vitals.steps_per_second),
+        numbers.rate(vitals.steps_per_second),
         left_text(vitals),
         health_text(vitals),
     ]
@@ -132,15 +133,9 @@ def lr_text(record: StepRecord) -> str:
     return f"{record.view.lr * scale:.2e}" + (f" (backed off x{scale:.2g})" if scale != 1.0 else "")
 
 
-def rate_text(rate: float) -> str:
-    if math.isnan(rate):
-        return ""
-    return f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step" if rate > 0 else ""
-
-
 def left_text(vitals: Vitals) -> str:
     left = vitals.seconds_left
-    return "" if math.isnan(left) else f"{summary.clock(left)} left"
+    return "" if math.isnan(left) else f"{numbers.clock(left)} left"
 
 
 def health_text(vitals: Vitals) -> str:

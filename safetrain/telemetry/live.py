@@ -13,9 +13,10 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from ..core import numbers
 from ..core.progress import shown_by
 from ..core.result import FitResult
-from .console import Console, health_text, left_text, lr_text, rate_text
+from .console import Console, health_text, left_text, lr_text
 from .sink import StepRecord
 from .vitals import HEALTHY, RECOVERING, Vitals
 
@@ -69,7 +70,7 @@ class LiveConsole(Console):
         self._draw()
 
     def _progressed(self, what: str, done: int, total: int | None) -> None:
-        self._line.part = f"{what} {done:,}" + ("" if total is None else f"/{total:,}")
+        self._line.part = f"{what} {numbers.of_total(done, total)}"
         self._draw_if_due()
 
     def finished(self, result: FitResult) -> None:
@@ -124,12 +125,14 @@ class ProgressLine:
 def _where(vitals: Vitals) -> list[Cell]:
     record = vitals.last
     assert record is not None
-    of = f"/{vitals.total_steps:,}" if vitals.total_steps is not None else ""
-    return [(f"epoch {record.view.epoch}", ""), (f"step {record.num_committed:,}{of}", "bold")]
+    return [
+        (f"epoch {record.view.epoch}", ""),
+        (f"step {numbers.of_total(record.num_committed, vitals.total_steps)}", "bold"),
+    ]
 
 
 def _speed(vitals: Vitals) -> list[Cell]:
-    return [(text, "") for text in (rate_text(vitals.steps_per_second), left_text(vitals)) if text]
+    return [(text, "") for text in (numbers.rate(vitals.steps_per_second), left_text(vitals)) if text]
 
 
 def _with_bar(before: list[Cell], after: list[Cell], vitals: Vitals, width: int, ascii_only: bool) -> list[Cell]:

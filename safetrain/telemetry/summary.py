@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.incident import Incident
+from ..core.numbers import counted, duration, megabytes, percent
 from ..core.result import FitResult
-from ..incidents.render import as_typed, counted
+from ..incidents.render import as_typed
 
 NUM_STEPS = 8
 """Steps of incidents that are listed for each cause; the rest is counted."""
@@ -124,11 +125,11 @@ def _permanent(result: FitResult) -> Iterator[tuple[str, str]]:
 
 def _cost(result: FitResult) -> Iterator[tuple[str, str]]:
     spent = {name: seconds for name, seconds in result.timing.items() if name in ("evaluation", "saving")}
-    parts = [f"guards {_percent(result.timing.get('guards', 0.0), result)} of the time"]
+    parts = [f"guards {percent(result.timing.get('guards', 0.0), result.seconds)} of the time"]
     parts += [f"{name} {duration(seconds)}" for name, seconds in spent.items()]
     if kept := result.snapshots:
         copies = counted(int(kept["num_taken"]), "snapshot")
-        parts.append(f"{copies} {duration(kept['seconds'])} ({kept['bytes'] / 2**20:.1f} MB of memory)")
+        parts.append(f"{copies} {duration(kept['seconds'])} ({megabytes(kept['bytes'])} of memory)")
     yield "cost", ", ".join(parts)
 
 
@@ -139,25 +140,4 @@ def _checkpoint(result: FitResult) -> Iterator[tuple[str, str]]:
 
 
 def _share(seconds: float, result: FitResult) -> str:
-    return f" ({_percent(seconds, result)})" if result.seconds > 0 else ""
-
-
-def _percent(seconds: float, result: FitResult) -> str:
-    return f"{100 * seconds / result.seconds:.1f}%" if result.seconds > 0 else "0%"
-
-
-def duration(seconds: float) -> str:
-    """`0.04 s`, `6.8 s`, `12:05`, `3:10:00`."""
-    if seconds < 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
-
-
-def clock(seconds: float) -> str:
-    """`0:05`, `12:05`, `3:10:00`, `2 d 3:10:00`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days} d {hour}:{minute:02}:{second:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f" ({percent(seconds, result.seconds)})" if result.seconds > 0 else ""

@@ -1,28 +1,14 @@
-"""Which modules of a model a glob means, and which models are compiled."""
+"""Which modules of a model a glob means."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from ..core.spelling import suggest
 from ..errors import UsageError
-
-_COMPILED: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-
-
-def note_compiled(model: nn.Module, compiled: nn.Module) -> None:
-    """From now on `compiled`, which `torch.compile` made of the model, is called in its place."""
-    _COMPILED[model] = ref(compiled)
-
-
-def called_for(model: nn.Module) -> nn.Module:
-    """What is called to run the model. Hooks belong there that come and go: those on a compiled model are part of its graph."""
-    compiled = _COMPILED.get(model, ref(model))()
-    return model if compiled is None else compiled
 
 
 def matching(model: nn.Module, patterns: Iterable[str], option: str) -> dict[str, nn.Module]:

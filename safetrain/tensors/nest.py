@@ -1,43 +1,70 @@
-"""Batches of any nesting: tuples, lists, dicts, dataclasses, and objects with `.to`."""
+"""Batches of any nesting: tuples, lists, dicts, dataclasses, and objects with `.to`. Nothing else walks through them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def map_tensors(batch: Any, fn: Callable[[Any], Any]) -> Any:
-    """The same nest with `fn` applied to every tensor and every object that has `.to`; all else is kept as it is.
+class Key(NamedTuple):
+    """One step down into a nest: a key or an index, or the name of an attribute."""
 
-    Containers are new ones, made by copying: no `__init__` or `__post_init__` of theirs runs.
-    """
-    if _is_leaf(batch):
-        return fn(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(item, fn) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(item, fn) for item in batch)
-    if isinstance(batch, dict):
-        items = {key: map_tensors(item, fn) for key, item in batch.items()}
-        if type(batch) is dict:
-            return items
-        rebuilt = copy.copy(batch)  # of its own type, with what else it holds: the factory of a defaultdict, say
-        rebuilt.update(items)
-        return rebuilt
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            if hasattr(batch, field.name):
-                object.__setattr__(
-                    moved, field.name, map_tensors(getattr(batch, field.name), fn)
-                )  # also if it is frozen
-        return moved
-    return batch
+    name: Any
+    is_attribute: bool
+    position: int | None = None
+    """Of a field of a named tuple."""
+
+
+Path = tuple[Key, ...]
+
+
+def dotted(path: Path) -> str:
+    """`inputs.mask` in nested dicts and dataclasses, `0` and `1` in a pair; empty for a tensor that is the whole batch. Fields of
+    a named tuple have their position, as globs in a config count on."""
+    return ".".join(str(key.name if key.position is None else key.position) for key in path)
+
+
+def in_code(path: Path, name: str) -> str:
+    """As a program spells it: `batch[0]`, `batch['x']`, `batch.x`."""
+    return name + "".join(f".{key.name}" if key.is_attribute else f"[{key.name!r}]" for key in path)
+
+
+# ---- looking into it -----------------------------------------------------------------------------------------------
+
+
+def walk(nest: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything in a nest that is not a container itself, with its path: tensors, arrays, numbers, objects."""
+    items = _items(nest)
+    if items is None:
+        yield path, nest
+    else:
+        for key, item in items:
+            yield from walk(item, (*path, key))
+
+
+def _items(nest: Any) -> Iterable[tuple[Key, Any]] | None:
+    """What a container holds; None for what is no container. A named tuple that has `.to` (PackedSequence) has fields that are
+    not a row of samples each, so it is none."""
+    if isinstance(nest, Tensor):
+        return None
+    if isinstance(nest, Mapping):
+        return [(Key(name, False), item) for name, item in nest.items()]
+    if isinstance(nest, (list, tuple)):
+        if names := getattr(nest, "_fields", None):
+            return None if _is_leaf(nest) else [(Key(names[i], True, i), item) for i, item in enumerate(nest)]
+        return [(Key(index, False), item) for index, item in enumerate(nest)]
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return _attributes(nest, [field.name for field in dataclasses.fields(nest)])
+    return None
+
+
+def _attributes(owner: Any, names: Iterable[str]) -> list[tuple[Key, Any]]:
+    return [(Key(name, True), getattr(owner, name)) for name in names if hasattr(owner, name)]
 
 
 def _is_leaf(item: Any) -> bool:
@@ -50,37 +77,84 @@ def _is_leaf(item: Any) -> bool:
 
 
 def is_flat(batch: Any) -> bool:
-    """A plain tuple or list of tensors, as most batches are: what follows need not look for more."""
+    """A plain tuple or list of tensors, as most batches are: nothing in it is to be searched for."""
     return type(batch) in (tuple, list) and bool(batch) and all(type(item) is Tensor for item in batch)
 
 
 def leaves(batch: Any) -> Iterator[Any]:
     """Every tensor of the nest, and every object that has `.to`."""
-    if _is_leaf(batch):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from leaves(item)
-    elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from leaves(item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, field.name, None))
+    return (leaf for _, leaf in walk(batch) if _is_leaf(leaf))
 
 
 def tensors_in(batch: Any) -> Iterable[Tensor]:
-    """Every tensor of the nest, also those that an object with `.to` holds as its items or attributes."""
-    return batch if is_flat(batch) else _tensors_in(batch)
+    """Every tensor of the nest, also those that an object in it holds."""
+    return batch if is_flat(batch) else (tensor for _, tensor in _tensors(batch))
 
 
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    for leaf in leaves(batch):
+def named_tensors(batch: Any, spelled: Callable[[Path], str] = dotted) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors with their paths: `dotted`, or in another spelling."""
+    return ((spelled(path), tensor) for path, tensor in _tensors(batch))
+
+
+def _tensors(batch: Any) -> Iterator[tuple[Path, Tensor]]:
+    for path, leaf in walk(batch):
         if isinstance(leaf, Tensor):
-            yield leaf
-        else:
-            held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-            yield from (value for value in held.values() if isinstance(value, Tensor))
+            yield path, leaf
+            continue
+        for key, held in _held(leaf):  # by an object; objects inside that one may refer back to it, and are not entered
+            yield from ((below, item) for below, item in walk(held, (*path, key)) if isinstance(item, Tensor))
+
+
+def _held(item: Any) -> Iterable[tuple[Key, Any]]:
+    if isinstance(item, (type, nn.Module)) or callable(item):
+        return ()
+    return _attributes(item, getattr(item, "_fields", getattr(item, "__dict__", ())))
+
+
+def num_samples(batch: Any) -> int:
+    """Length of the first dimension of the first tensor that has one; 1 when none has."""
+    for _, leaf in walk(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return 1
+
+
+# ---- the same nest with other tensors ------------------------------------------------------------------------------
+
+
+def map_tensors(batch: Any, fn: Callable[[Any], Any]) -> Any:
+    """The same nest with `fn` applied to every tensor and every object that has `.to`; all else is kept as it is."""
+    return rebuilt(batch, lambda item: fn(item) if _is_leaf(item) else NESTED)
+
+
+NESTED = object()
+"""What the function given to `rebuilt` answers for an item that is to be looked into."""
+
+
+def rebuilt(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest with every item replaced by `change(item)`, from the outside in: a container only if that is not NESTED.
+
+    Containers are new ones, made by copying: no `__init__` or `__post_init__` of theirs runs.
+    """
+    if (changed := change(nest)) is not NESTED:
+        return changed
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(rebuilt(item, change) for item in nest))
+    if isinstance(nest, (list, tuple)):
+        return type(nest)(rebuilt(item, change) for item in nest)
+    if isinstance(nest, dict):
+        items = {key: rebuilt(item, change) for key, item in nest.items()}
+        if type(nest) is dict:
+            return items
+        other = copy.copy(nest)  # of its own type, with what else it holds: the factory of a defaultdict, say
+        other.update(items)
+        return other
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        moved: Any = copy.copy(nest)
+        for key, item in _attributes(nest, [field.name for field in dataclasses.fields(nest)]):
+            object.__setattr__(moved, key.name, rebuilt(item, change))  # also if it is frozen
+        return moved
+    return nest
 
 
 def same_nest(batch: Any) -> Any:
@@ -99,14 +173,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if is_flat(batch):
         return type(batch)([item if item.device == device else item.to(device) for item in batch])
     return map_tensors(batch, lambda item: item.to(device))
-
-
-def num_samples(batch: Any) -> int:
-    """Length of the first dimension of the first tensor that has one; 1 when none has."""
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 1
 
 
 def describe(batch: Any) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +51,26 @@ class RandomState(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _as_tensor(table: tuple[int, ...]) -> torch.Tensor:
-    """Nobody writes to it. Most runs never draw from Python's generator, so that it is the same each time."""
+    """Read only. Most runs never draw from Python's generator, so the table is the same each time."""
     return torch.from_numpy(np.array(table, dtype=np.int64))
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def restorer_of_generator(generator: Any) -> Callable[[], None]:
+    """What gives a generator the state again that it has now."""
+    if isinstance(generator, torch.Generator):
+        return partial(_set_torch_state, generator, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state(legacy=False))
+    return partial(generator.setstate, generator.getstate())
+
+
+def _set_torch_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def seed_everything(seed: int) -> None:

@@ -22,10 +22,11 @@ from ..distributed.machine import Machine
 from ..errors import ConfigError, UsageError
 from ..guards import REGISTRY, Guard
 from ..guards.islands import LOSS, Islands
+from ..precision.compiled import note_compiled
 from ..precision.mixed import DTYPES, Precision
 from ..step.exchange import Exchange
 from ..step.joint import JointExchange
-from ..tensors.module_globs import matching, note_compiled
+from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
 from ..tensors.sharded import is_sharded, keep_sharded, shard_model
 

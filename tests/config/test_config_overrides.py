@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from safetrain import ConfigError
 from safetrain.config import Config, load_config
-from safetrain.config.fields import fields_of
 from safetrain.config.schema import LADDER
+from safetrain.core.fields import fields_of
 from safetrain.core.options import config_attribute
 from safetrain.guards import REGISTRY
 

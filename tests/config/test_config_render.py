@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from safetrain.config import Config, load, load_config, recipe_names, to_yaml
 from safetrain.config.describe import json_schema, schema_text
-from safetrain.config.fields import fields_of
+from safetrain.core.fields import fields_of
 from safetrain.core.options import field_docs
 from safetrain.guards import REGISTRY
 

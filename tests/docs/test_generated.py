@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from docs_pages import ROOT, read_page
 
-from safetrain.config.fields import fields_of
 from safetrain.config.schema import Config
+from safetrain.core.fields import fields_of
 from safetrain.guards import REGISTRY
 
 DOCUMENTED = (

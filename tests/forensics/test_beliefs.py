@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from forensics.cases import Tiny
+from forensic_cases import Tiny
 from torch import nn
 
 from safetrain.forensics import investigate

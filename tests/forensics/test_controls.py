@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Tiny
+from forensic_cases import Tiny
 from torch import nn
 
 from safetrain.forensics import investigate

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from forensics.cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, check
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

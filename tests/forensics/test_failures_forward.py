@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, check
 from torch import nn
 from torch.distributions import Beta, Dirichlet, LogNormal, Normal
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, check
 from torch import nn
+
+from safetrain.forensics import investigate
+from safetrain.precision.islands import islands_of
 
 cases = Cases()
 
@@ -110,3 +113,24 @@ def loss_scale_too_high():
 @pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
 def test_precision(case: Case) -> None:
     check(case)
+
+
+def test_the_remedy_that_is_tried_is_the_island_that_is_installed() -> None:
+    seen: list[list[str]] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.square()
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(islands_of(model))
+        return model(batch).float().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), Watched())
+    nn.init.constant_(model[0].weight, 300.0)
+    incident = investigate(model, loss_fn, torch.ones(3, 4), precision="fp16")
+    assert incident is not None
+    tried = {remedy.detail for remedy in incident.remedies if remedy.name == "fp32_island"}
+    assert tried
+    assert {f"with {name} kept in fp32" for names in seen for name in names} == tried
+    assert islands_of(model) == []

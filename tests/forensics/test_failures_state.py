@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, check
 from torch import nn
 
 cases = Cases()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forensics.cases import Tiny
+from forensic_cases import Tiny
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from forensics.cases import Tiny
+from forensic_cases import Tiny
 from torch import nn
 
 from safetrain.core.incident import Incident

@@ -11,7 +11,7 @@ from safetrain import Action, StepView
 from safetrain.core.verdict import merge
 from safetrain.core.view import DeviceStep
 from safetrain.guards.batch import Batch
-from safetrain.guards.batch_checks import Checks, named_leaves
+from safetrain.guards.batch_checks import Checks
 
 NAN, INF = math.nan, math.inf
 
@@ -38,12 +38,6 @@ def num_bad(guard, window):
 def view(guard, window, loss=NAN, **fields):
     signals = {"batch.bad": num_bad(guard, window)}
     return StepView(step=5, loss=loss, grad_norm=loss, signals=signals, window=lambda: window, **fields)
-
-
-def test_fields_are_named_by_their_path():
-    nest = {"inputs": [torch.ones(1), {"mask": torch.ones(1)}], "meta": "x", "sample": Sample(torch.ones(1), None)}
-    assert [path for path, _ in named_leaves(nest)] == ["inputs.0", "inputs.1.mask", "sample.image"]
-    assert [path for path, _ in named_leaves(torch.ones(1))] == [""]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from rich.console import Console as RichConsole
 from small import make_batches, make_model, mse
 
 from safetrain import SafeTrainer
+from safetrain.core import numbers
 from safetrain.core.incident import Cause, Incident, Origin, Outcome, Trigger
 from safetrain.core.result import FitResult
 from safetrain.core.verdict import Verdict, merge
@@ -200,7 +201,7 @@ def test_the_summary_says_what_happened(tmp_path):
     ("seconds", "text"), [(0.04, "0.04 s"), (6.84, "6.8 s"), (725, "12:05"), (11400, "3:10:00"), (90000, "1 d 1:00:00")]
 )
 def test_durations(seconds, text):
-    assert summary.duration(seconds) == text
+    assert numbers.duration(seconds) == text
 
 
 def test_the_record_says_where_the_time_went(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from safetrain.tensors.nest import copied, leaves, map_tensors, same_nest
+from safetrain.tensors.nest import copied, in_code, leaves, map_tensors, named_tensors, num_samples, same_nest
 
 
 @dataclass
@@ -28,6 +28,14 @@ class Frozen:
 
 
 Message = namedtuple("Message", "to x")
+
+
+class Movable:
+    def __init__(self, x):
+        self.x, self.parts, self.owner = x, {"y": x}, [self]
+
+    def to(self, device):
+        return self
 
 
 def test_a_dataclass_is_not_made_anew():
@@ -65,3 +73,23 @@ def test_copies_share_nothing_and_new_nests_share_tensors(make):
     assert copy.data_ptr() != x.data_ptr()
     assert same is x
     assert type(same_nest(batch)) is type(batch)
+
+
+def test_tensors_are_named_by_their_path():
+    x = torch.ones(1)
+    nest = {"inputs": [x, {"mask": x}], "meta": "x", "sample": Frozen(x), "pair": Message(x, None)}
+    assert [path for path, _ in named_tensors(nest)] == ["inputs.0", "inputs.1.mask", "sample.x", "pair.0"]
+    spelled = [path for path, _ in named_tensors(nest, lambda path: in_code(path, "batch"))]
+    assert spelled == ["batch['inputs'][0]", "batch['inputs'][1]['mask']", "batch['sample'].x", "batch['pair'].to"]
+    assert [path for path, _ in named_tensors(x)] == [""]
+
+
+def test_tensors_of_objects_are_found_and_an_object_that_holds_itself_is_entered_once():
+    x = torch.ones(3)
+    assert [path for path, _ in named_tensors((x, Movable(x)))] == ["0", "1.x", "1.parts.y"]
+    assert [path for path, _ in named_tensors(pack_sequence([x]))] == ["data", "batch_sizes"]
+
+
+def test_the_steps_of_a_packed_sequence_are_not_samples():
+    assert num_samples((pack_sequence([torch.ones(5), torch.ones(2)]), torch.ones(2))) == 2
+    assert num_samples({"id": 3, "x": torch.ones(4, 2)}) == 4

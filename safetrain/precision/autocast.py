@@ -1,8 +1,7 @@
-"""The same step at another precision: temporary casts of model, batch and single modules."""
+"""The precisions by name, and a model or a batch in another floating-point type."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +11,20 @@ from torch import Tensor, nn
 
 from ..tensors.nest import map_tensors
 
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the name of a precision: the type that autocast uses. fp32 is no autocast."""
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
-def cast_floats(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
+
+def cast_floats(nest: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """The same nest with its floating-point tensors in another type; `only` those that are of these types."""
+
     def cast(item: Any) -> Any:
         if isinstance(item, Tensor) and item.is_floating_point() and (only is None or item.dtype in only):
             return item.to(dtype)
         return item
 
-    return map_tensors(value, cast)
+    return map_tensors(nest, cast)
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def autocast_disabled() -> Iterator[None]:
 def model_as(
     models: list[nn.Module], dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None
 ) -> Iterator[None]:
-    """Parameters and buffers in another dtype, autocast off; the tensors themselves come back untouched."""
+    """Parameters and buffers in another type, autocast off. On leaving, the tensors themselves are back, without gradients."""
     tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
     chosen = [t for t in tensors if t.is_floating_point() and (only is None or t.dtype in only)]
     saved = [(t, t.data) for t in chosen]
@@ -64,24 +69,3 @@ def model_as(
         for tensor, data in saved:
             tensor.grad = None
             tensor.data = data
-
-
-@contextmanager
-def fp32_island(module: nn.Module) -> Iterator[None]:
-    """This module runs without autocast, on inputs cast to float32."""
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    inner = module.forward
-    own = module.__dict__.get("forward")
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, enabled=False):
-            return inner(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
-
-    module.forward = types.MethodType(forward, module)
-    try:
-        yield
-    finally:
-        if own is not None:
-            module.forward = own
-        else:
-            del module.forward

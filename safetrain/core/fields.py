@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.options import config_key
-from .tree import scalar
+from .options import config_key
+from .scalars import scalar
 
 _BOUNDS = {"ge": ("≥", operator.ge), "gt": (">", operator.gt), "le": ("≤", operator.le), "lt": ("<", operator.lt)}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}

@@ -1,0 +1,131 @@
+"""The closed list of root causes. What is said of a cause anywhere is said here; the rules that find it are in forensics.causes.
+
+To add one: an entry here, its rule there, a failure in tests/forensics that it explains, and its row in docs/incidents.md.
+tests/forensics/test_labels.py fails for what was forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RootCause:
+    label: str
+    """As in `incident.cause.label`: other programs read it, so it never changes."""
+    meaning: str
+    """A sentence for people who have not read the documentation."""
+    advice: str
+    """What to change; the place is added to it."""
+    is_fault_of_data: bool = False
+    """It lies in a sample or a formula, not in the way training goes: a lower learning rate would not help."""
+    shown_by: tuple[str, ...] = ()
+    """Remedies that are what the advice says, so that the proof is of the advice and not of something else."""
+
+
+UNKNOWN = "unknown"
+_ALL = (
+    RootCause(
+        "division_by_zero",
+        "Something is divided by 0.",
+        "keep the divisor away from 0, or leave out what has nothing to divide by",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "log_of_nonpositive",
+        "The logarithm of 0 or of a negative number is not a finite number.",
+        "keep the argument above 0, or stay in log space (log_softmax, logsigmoid, logsumexp)",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "invalid_domain",
+        "The function is not defined there.",
+        "clamp the argument strictly inside the domain of the function",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "singular_gradient",
+        "The value is finite, but its derivative at this point is infinite.",
+        "the derivative is infinite there: add eps inside the function, or use a form with a finite derivative",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "masked_branch_gradient",
+        "A bad value is masked out of the result, but its derivative is not: 0 times infinity is NaN.",
+        "make the *input* safe before the op (x = where(ok, x, 1)), not only its output: masking afterwards leaves 0 * inf in "
+        "backward",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "neg_inf_mask",
+        "A mask of −inf leaves nothing to choose from, or reaches an operation where it is not neutral.",
+        "use a large finite number instead of -inf, or give rows without any valid position something to attend to",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "exp_overflow",
+        "The exponential is larger than the largest number of its type.",
+        "bound the exponent, subtract the maximum first, or use logsumexp / softplus",
+    ),
+    RootCause(
+        "fp16_overflow",
+        "The value is larger than half precision can hold.",
+        "keep this module in float32 (guards.islands) or use bf16; for gradients, use a dynamic loss scale",
+        shown_by=("fp32_island", "fp32"),
+    ),
+    RootCause(
+        "fp16_underflow",
+        "A small number becomes 0 in half precision.",
+        "use an eps that half precision can hold (1e-5 or more), or compute this in float32",
+        shown_by=("fp32_island", "fp32"),
+    ),
+    RootCause(
+        "empty_reduction",
+        "There are too few values to reduce.",
+        "guard the count: return 0 when there is nothing to reduce, or use correction=0 for one value",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "degenerate_decomposition",
+        "The matrix has repeated or zero singular values, where the derivative does not exist.",
+        "add a small graded ridge to the matrix, or skip matrices with repeated singular values",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "infeasible_target",
+        "The loss of this target is infinite whatever the model predicts.",
+        "leave out targets that cannot be reached (zero_infinity=True for CTC)",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "bad_input_data",
+        "The data has NaN or Inf in it before anything is computed.",
+        "clean or drop these samples before they reach the model",
+        is_fault_of_data=True,
+    ),
+    RootCause(
+        "corrupt_parameter",
+        "A parameter or buffer of the model has NaN or Inf in it before the step.",
+        "initialise it, or reload it from a checkpoint that holds finite values",
+    ),
+    RootCause(
+        "divergence",
+        "Values grow from step to step, or from layer to layer, until they exceed the range of numbers.",
+        "lower the learning rate, clip the gradient norm after backward(), or normalise the values",
+        shown_by=("clip",),
+    ),
+    RootCause(
+        "optimizer_numerics",
+        "Loss and gradients are finite; the optimizer's own arithmetic is not.",
+        "guard the division in the optimizer (a larger eps), and check the learning rate schedule",
+        shown_by=("optimizer_eps", "learning_rate"),
+    ),
+    RootCause(
+        "custom_backward_bug",
+        "A hand-written backward returns values that are not finite.",
+        "fix the backward of this autograd.Function: initialise what it returns, and guard its divisions",
+        is_fault_of_data=True,
+    ),
+    RootCause(UNKNOWN, "", "no rule explains this; look at the operands and at the remedies that worked"),
+)
+CAUSES = {cause.label: cause for cause in _ALL}
