@@ -54,7 +54,7 @@ def blocked(trainer: SafeTrainer, saver: Saver, step: int) -> float:
     """Seconds that the loop is blocked; background work is not timed."""
     begin = time.perf_counter()
     about = {"step": step, "num_committed": step, "epoch": 0, "time": "", "version": "bench", "metric": None}
-    saver.save(TrainState.gather(trainer), about)
+    saver.save(TrainState.gather(trainer.stepper), about)
     seconds = time.perf_counter() - begin
     saver.wait()
     return seconds
@@ -69,7 +69,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="safetrain-bench-", dir=arguments.directory))
     try:
         trainer = make_trainer(arguments.megabytes, directory)
-        state = TrainState.gather(trainer)
+        state = TrainState.gather(trainer.stepper)
         stores = {name: CheckpointStore(directory / name / "checkpoints") for name in LIMITS}
         for store in stores.values():
             store.directory.parent.mkdir()

@@ -13,6 +13,7 @@ from .dtensor import PARTS
 from .elastic import LAUNCHER
 from .feature import WITHOUT, Feature, turned_off
 from .foreach import FOREACH
+from .fused import SKIP
 from .modules import BASE_CLASSES, SAVED_BUFFERS
 from .storage import SPARSE_VALUES
 
@@ -20,6 +21,7 @@ FEATURES: tuple[Feature, ...] = (
     TRACING,
     FOREACH,
     SPARSE_VALUES,
+    SKIP,
     BASE_CLASSES,
     SAVED_BUFFERS,
     ORIGINAL,

@@ -107,7 +107,7 @@ class CheckpointPolicy:
                 return problem
         if self._saver is None:
             return None
-        if num_processes() == 1:  # several learn of an error together, at the next save: a thread ends when it likes
+        if self._saver.error is not None and num_processes() == 1:  # several learn of it together, at the next save
             if (problem := self._guarded(self._saver.poll)) is not None:
                 return problem
         if self._is_due(steps):

@@ -27,7 +27,7 @@ class Saver:
         self.store, self._published, self._tidy = store, published, tidy
         self._copy = Copy() if background else None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.num_saved = 0
         self.seconds_blocked = 0.0
 
@@ -46,8 +46,8 @@ class Saver:
 
     def poll(self) -> None:
         """Raise the error of the background thread, if it had one."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             raise error
 
     def wait(self) -> None:
@@ -73,4 +73,4 @@ class Saver:
         try:
             work()
         except BaseException as error:
-            self._error = error
+            self.error = error

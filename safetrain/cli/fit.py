@@ -106,10 +106,7 @@ class Progress:
         """For the end of a sentence that begins with `raised`."""
         if self.trainer is None:
             return self._stage
-        try:
-            return f"while training, at step {self.trainer.step}"
-        except SafetrainError:  # no run yet
-            return "before the first step"
+        return f"while training, at step {self.trainer.step}" if self.trainer.has_run else "before the first step"
 
     @property
     def resumable(self) -> Path | None:

@@ -7,50 +7,43 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
-class Recent:
+class Recent(deque[float]):
     """The last `size` values."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recent) and self.values == other.values
-
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        self.values: deque[float] = deque(values, maxlen=size)
-        self._largest = max(self.values, default=-math.inf)
+        super().__init__(values, maxlen=size)
+        self.largest = max(self, default=-math.inf)
+        """-inf if there is none. Kept up to date, because it is asked for in every step."""
 
-    def __len__(self) -> int:
-        return len(self.values)
+    def __reduce__(self) -> Any:  # a deque's own would call the constructor of a deque
+        return type(self), (self.maxlen, list(self))
 
     def add(self, value: float) -> None:
-        values = self.values
-        leaving = values[0] if len(values) == values.maxlen else -math.inf
-        values.append(value)
-        if value >= self._largest:
-            self._largest = value
-        elif not leaving < self._largest:
-            self._largest = max(values)
+        leaving = self[0] if len(self) == self.maxlen else -math.inf
+        self.append(value)
+        if value >= self.largest:
+            self.largest = value
+        elif not leaving < self.largest:
+            self.largest = max(self)
 
     def clear(self) -> None:
-        self.values.clear()
-        self._largest = -math.inf
+        super().clear()
+        self.largest = -math.inf
 
     @property
     def center(self) -> float:
         """The median: half of the values may be outliers and it does not move far."""
-        return statistics.median(self.values)
+        return statistics.median(self)
 
     @property
     def spread(self) -> float:
         """Standard deviation, at least the robust one: rare hard batches widen it, so they are not taken for spikes."""
         center = self.center
-        robust = 1.4826 * statistics.median(abs(v - center) for v in self.values)
-        return max(robust, math.sqrt(sum((v - center) ** 2 for v in self.values) / len(self.values)))
-
-    @property
-    def largest(self) -> float:
-        """-inf if there is none. Known at any time, because it is asked for in every step."""
-        return self._largest
+        robust = 1.4826 * statistics.median(abs(v - center) for v in self)
+        return max(robust, math.sqrt(sum((v - center) ** 2 for v in self) / len(self)))
 
 
 @dataclass

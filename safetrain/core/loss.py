@@ -76,12 +76,11 @@ def unlogged_values(output: Any) -> list[str]:
     return [str(key) for key, value in output.items() if key != "loss" and value is not None and not _is_scalar(value)]
 
 
-def check_graph(loss: Tensor, where: str) -> None:
-    if not loss.requires_grad:
-        raise LossError(
-            f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
-            "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
-        )
+def no_graph(where: str) -> LossError:
+    return LossError(
+        f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
+        "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
+    )
 
 
 def check_no_backward(parameters: Iterable[Tensor]) -> None:

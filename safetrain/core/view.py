@@ -138,10 +138,6 @@ class StepView:
         """Scheduled learning rate of the first parameter group."""
         return self.lrs[0]
 
-    @property
-    def last_dynamics_step(self) -> int:
-        return self.dynamics_steps[-1] if self.dynamics_steps else -1
-
     def refusals_within(self, num_steps: int) -> int:
         """How many of the last `num_steps` steps before this one were refused."""
         return sum(1 for s in self.refused_steps if s >= self.step - num_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -24,11 +24,15 @@ class Active:
     fix: str
 
 
+_NOTHING = nullcontext()
+
+
 class Patches:
-    """A context manager around forward, backward and update. Costs nothing as long as there is no patch."""
+    """A context manager around forward, backward and update; `scope` is one that costs nothing as long as there is no patch."""
 
     def __init__(self) -> None:
         self._active: dict[Patch, Active] = {}
+        self.scope: AbstractContextManager[None] = _NOTHING
         self._stack: ExitStack | None = None
 
     def add(self, patch: Patch, fix: str = "") -> str | None:
@@ -36,10 +40,12 @@ class Patches:
         if patch in self._active:
             return None
         self._active[patch] = Active(patch.active(), fix)
+        self.scope = self
         return f"{_described(patch)} runs as its safe variant from now on"
 
     def remove(self, patch: Patch) -> None:
         self._active.pop(patch, None)
+        self.scope = self if self._active else _NOTHING
 
     def __enter__(self) -> None:
         if self._active:

@@ -71,7 +71,8 @@ class Backoff(Guard):
 
     def _level_at(self, view: StepView) -> Level:
         level = self.level
-        if level.last_step >= view.last_dynamics_step and level.num_restarts >= view.num_restarts:
+        last = view.dynamics_steps[-1] if view.dynamics_steps else -1
+        if level.last_step >= last and level.num_restarts >= view.num_restarts:
             return level  # nearly every step ends here
         rollbacks = set(view.rollback_steps)
         for step in view.dynamics_steps:

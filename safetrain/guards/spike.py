@@ -81,7 +81,7 @@ class Spike(Guard):
         if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:
             return None  # nearly every step ends here, before anything is sorted
         if len(self.losses) < self.config.warmup_steps:
-            limit = self.config.extreme * max(abs(value) for value in self.losses.values)
+            limit = self.config.extreme * max(abs(value) for value in self.losses)
             return f"loss {loss:.4g} during warm-up, more than {limit:.4g}" if loss > limit > 0 else None
         center, spread = self.losses.center, self.losses.spread
         limit = max(
@@ -95,9 +95,9 @@ class Spike(Guard):
         return f"loss {loss:.4g} is {z} above the usual {center:.4g}"
 
     def _is_in_tail(self, loss: float) -> bool:
-        if min(self.losses.values) <= 0.0:
+        if min(self.losses) <= 0.0:
             return False
-        logs = Recent(len(self.losses), map(math.log, self.losses.values))
+        logs = Recent(len(self.losses), map(math.log, self.losses))
         return math.log(loss) <= logs.center + self.config.log_z * logs.spread
 
     def _norm_spike(self, norm: float) -> str | None:
@@ -122,8 +122,8 @@ class Spike(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "losses": list(self.losses.values),
-            "norms": list(self.norms.values),
+            "losses": list(self.losses),
+            "norms": list(self.norms),
             "start": self.start,
             "start_norm": self.start_norm,
         }

@@ -143,7 +143,7 @@ class Stall(Guard):
     def state_dict(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in COUNTS}
         last = self.last if math.isfinite(self.last) else None
-        return {**counts, "last": last, "norms": list(self.norms.values), "beginning": self.beginning.state_dict()}
+        return {**counts, "last": last, "norms": list(self.norms), "beginning": self.beginning.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in COUNTS:

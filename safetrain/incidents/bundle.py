@@ -45,9 +45,6 @@ CONTENTS = {
 def write_report(directory: Path, incident: Incident) -> None:
     write_text(directory / INCIDENT, to_json(incident.to_dict(), indent=2) + "\n")
     incident_report.write_report(incident, directory)
-    from ..report import write_incident_page  # only a run with incidents pays for the import
-
-    write_incident_page(directory, incident)
 
 
 # ---- writing what a replay needs -----------------------------------------------------------------------------------

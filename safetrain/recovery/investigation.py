@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ from ..config.schema import ForensicsConfig
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Origin
 from ..core.result import FitResult
+from ..core.verdict import Decision
+from ..core.view import StepView
 from ..forensics import Diagnosis, Effort, diagnose
 from ..forensics import Step as Replayed
 from ..forensics.fixes import ADVICE
@@ -29,6 +32,10 @@ class RunRecord(Protocol):
     shared_dir: Path
 
     def warn(self, text: str) -> None: ...
+
+    def phase(self, name: str, doing: str) -> AbstractContextManager[None]: ...
+
+    def open_incident(self, view: StepView, decision: Decision) -> Incident: ...
 
     def open_bundle(self, incident: Incident) -> Path | None: ...
 

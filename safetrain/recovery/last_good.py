@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,42 +17,46 @@ class LastGood:
 
     MEMORY = 20
 
-    def __init__(self, window: Sequence[Any], loss: float) -> None:
-        self.window: Sequence[Any] = window
+    def __init__(self) -> None:
+        self.window: Sequence[Any] = ()
         self.earlier: Sequence[Any] = ()
         """Committed `MEMORY` / 2 to `MEMORY` steps ago, as soon as there is one."""
         self._next: Sequence[Any] = ()
         self._num_steps = 0
-        self.losses = Recent(self.MEMORY, [loss])
-        self.first = self.lowest = loss
-
-    @classmethod
-    def resumed(cls, first: float, lowest: float, losses: Sequence[float]) -> LastGood:
-        good = cls((), first)
-        good.lowest = lowest
-        good.losses = Recent(cls.MEMORY, losses)
-        return good
+        self._losses = Recent(self.MEMORY)
+        self._first: float | None = None
+        self._lowest = math.inf
 
     def forget(self) -> None:
         """The run went back: what was good lately is no longer of this state."""
         self.window = self.earlier = self._next = ()
-        self.losses.clear()
+        self._losses.clear()
 
-    def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
+    def committed(self, window: Sequence[Any], loss: float) -> None:
         if self._num_steps % (self.MEMORY // 2) == 0:
             self.earlier, self._next = self._next, self.window
         self._num_steps += 1
         self.window = window
-        self.losses.add(loss)
-        self.lowest = min(self.lowest, loss)
-        return self
+        self._losses.add(loss)
+        self._lowest = min(self._lowest, loss)
+        if self._first is None:
+            self._first = loss
 
     def is_as_good(self, loss: float) -> bool:
         """Whether the loss of a window now is within what was usual lately; never for NaN."""
-        usual = self.losses.largest
+        usual = self._losses.largest
         return loss <= usual + 0.5 * abs(usual) + 1e-6
 
     @property
     def nothing_learned(self) -> bool:
         """No committed step had a lower loss than the first."""
-        return self.lowest >= self.first
+        return self._first is not None and self._lowest >= self._first
+
+    def state_dict(self) -> list[Any] | None:
+        """Without the windows: after a resume there is no good batch until a step is committed."""
+        return None if self._first is None else [self._first, self._lowest, list(self._losses)]
+
+    def load_state_dict(self, state: list[Any] | None) -> None:
+        if state is not None:
+            self._first, self._lowest, losses = state
+            self._losses = Recent(self.MEMORY, losses)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
+from ..core.verdict import Decision
+from ..core.view import StepView
 from ..data.quarantine import Quarantine
 from ..data.stream import BatchStream
 from ..guards.islands import Islands
 from ..step.step import Step
+from ..tensors.rng import RandomState
 from .investigation import Investigator, RunRecord
 from .ladder import Ladder
-from .last_good import LastGood
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
 
@@ -38,27 +40,46 @@ class Recovery:
         after = config.recovery.quarantine_after if "samples" in config.recovery.heal else None
         self.quarantine = Quarantine(after, run.dir)
 
-    def resolve(self, case: RefusedStep) -> Resolution | None:
-        """What was done about a step that was attempted and undone; None if it was refused without need, and is committed."""
-        good = self.repairs.last_good
-        case.nothing_learned = good is not None and good.nothing_learned
+    def resolve(
+        self,
+        view: StepView,
+        decision: Decision,
+        window: Sequence[Any],
+        random_state: RandomState,
+        is_late: bool = False,
+    ) -> RefusedStep:
+        """Do something about a step that was attempted and undone."""
+        case = self._open(
+            RefusedStep(view, decision, window, random_state, self._run.open_incident(view, decision), is_late)
+        )
+        with self._run.phase("recovery", f"investigating step {view.step}"):
+            self.investigator.investigate(case)
+            self._step.transaction.restore(replayed=True)
+            if (warnings := self.repairs.accept_if_harmless(case)) is not None:
+                for text in warnings:
+                    self._run.warn(text)
+            else:
+                self.investigator.keep_replay(case)
+                self._climb(case)
+        return case
+
+    def resolve_bad_state(self, view: StepView, decision: Decision) -> RefusedStep:
+        """Do something about a state that was found to be wrong between two steps."""
+        incident, random_state = self._run.open_incident(view, decision), self._step.transaction.random_state
+        case = self._open(RefusedStep(view, decision, [], random_state, incident, is_step=False))
+        with self._run.phase("recovery", f"recovering after step {view.step}"):
+            self.investigator.describe_state(case)
+            self._climb(case)
+        return case
+
+    def _open(self, case: RefusedStep) -> RefusedStep:
+        case.num_committed = self._run.result.steps
+        case.nothing_learned = self.repairs.last_good.nothing_learned
         case.may_restart = self.ladder.may_climb("restart", case.view.step)
-        self.investigator.investigate(case)
-        self._step.transaction.restore(replayed=True)
-        if (warnings := self.repairs.accept_if_harmless(case)) is not None:
-            for text in warnings:
-                self._run.warn(text)
-            return None
-        self.investigator.keep_replay(case)
-        return self._climb(case)
+        return case
 
-    def resolve_bad_state(self, case: RefusedStep) -> Resolution:
-        """What was done about a state that was found to be wrong between two steps."""
-        self.investigator.describe_state(case)
-        return self._climb(case)
-
-    def _climb(self, case: RefusedStep) -> Resolution:
-        return self._count_samples(case, self.ladder.resolve(case, self.repairs))
+    def _climb(self, case: RefusedStep) -> None:
+        case.resolution = self._count_samples(case, self.ladder.resolve(case, self.repairs))
 
     def _count_samples(self, case: RefusedStep, resolution: Resolution) -> Resolution:
         """Note which samples of the data set the incident is about; those that come again and again are left out later."""
@@ -80,17 +101,14 @@ class Recovery:
         self._run.result.quarantined = self.quarantine.ids
 
     def state_dict(self) -> dict[str, Any]:
-        good = self.repairs.last_good
         return {
             "quarantine": self.quarantine.state_dict(),
             "known": self.investigator.state_dict(),
-            "losses": None if good is None else [good.first, good.lowest, list(good.losses.values)],
+            "losses": self.repairs.last_good.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The last good window itself is not kept: until a step is committed there is no batch to look at."""
         self.investigator.load_state_dict(state["known"])
         if "quarantine" in state:
             self.quarantine.load_state_dict(state["quarantine"])
-        if state["losses"] is not None:
-            self.repairs.last_good = LastGood.resumed(*state["losses"])
+        self.repairs.last_good.load_state_dict(state["losses"])

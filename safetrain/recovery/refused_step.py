@@ -57,6 +57,8 @@ class RefusedStep:
     """What the investigation found; None if there was none."""
     local_blame: LocalBlame | None = None
     """With several processes: what it means for the window of this one."""
+    resolution: Resolution | None = None
+    """What was done about it in the end; None if it was refused without need, and is committed."""
     committed: tuple[StepView, Decision] | None = None
     """Of the repaired step, once it was committed."""
 

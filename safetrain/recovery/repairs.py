@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.snapshots import Copy
 from ..checkpoint.state import TrainState
@@ -13,6 +15,7 @@ from ..core.verdict import Action, Doubt
 from ..errors import CheckpointError
 from ..guards.islands import Islands
 from ..step.step import Outcome, Step
+from ..tensors.nest import copied
 from ..tensors.rng import undisturbed_rng
 from .last_good import LastGood
 from .refused_step import RefusedStep
@@ -24,7 +27,7 @@ CAREFUL_STEPS = 20
 class Repairs:
     def __init__(self, step: Step, checkpoints: CheckpointPolicy) -> None:
         self._step, self._checkpoints = step, checkpoints
-        self.last_good: LastGood | None = None
+        self.last_good = LastGood()
 
     # ---- the same step once more -------------------------------------------------------------------------------
 
@@ -35,8 +38,18 @@ class Repairs:
 
     def bad_micro_batches(self, case: RefusedStep) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""
-        finite = self._step.are_finite(case.window, case.view.loss_scale)
-        return [index for index, is_finite in enumerate(finite) if not is_finite]
+        step, finite = self._step, []
+        step.transaction.rewind()
+        for batch in case.window:
+            try:
+                with step.exchange.alone(step):
+                    measurement = step.attempt([batch], divisor=len(case.window))
+                finite.append(torch.isfinite(measurement.losses_and_norm()).all())
+            except Exception:  # the other ranks count on an answer
+                finite.append(torch.zeros((), dtype=torch.bool, device=step.device))
+            step.undo(case.view.loss_scale)
+        shares = step.exchange.mean(torch.stack(finite).float()).tolist()
+        return [index for index, share in enumerate(shares) if share < 1.0]
 
     def accept_if_harmless(self, case: RefusedStep) -> list[str] | None:
         """Commit a step that was refused without need; it is no incident then. Returns what to warn of, or None if it was
@@ -77,7 +90,7 @@ class Repairs:
         try:
             first.state.restore_training(step)
             case.random_state.restore()
-            loss = step.mean_loss(case.window)
+            loss = self._mean_loss(case.window)
         finally:
             now.restore_training(step)
             step.transaction.expect_weights()
@@ -101,27 +114,20 @@ class Repairs:
 
     # ---- data or state? ----------------------------------------------------------------------------------------
 
-    def remember_good(self, window: Sequence[Any], loss: float) -> None:
-        """A window that was committed just now."""
-        if self.last_good is None:
-            self.last_good = LastGood(window, loss)
-        else:
-            self.last_good.followed_by(window, loss)
-
     def has_good_batch(self) -> bool:
         """Was any step committed since the start, a resume or a rollback?"""
-        return self.last_good is not None and bool(self.last_good.window)
+        return bool(self.last_good.window)
 
     def state_problem(self) -> str | None:
         """What shows that the state is at fault: a window that was good lately gives a good loss no longer. None if they all do."""
         step, good = self._step, self.last_good
-        if good is None or not good.window:
+        if not good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
         for window, name in ((good.window, "the last good batch"), (good.earlier, "a good batch of a few steps ago")):
             if not window:
                 continue
             with undisturbed_rng():
-                loss = step.mean_loss(window)
+                loss = self._mean_loss(window)
                 peak = step.transaction.buffer_peak()
             step.transaction.restore()
             if step.exchange.any_rank(peak is not None and not math.isfinite(float(peak))):
@@ -129,6 +135,17 @@ class Repairs:
             if not good.is_as_good(loss):
                 return f"{name} has become bad too (loss {loss:.4g}): the state is at fault, not the data"
         return None
+
+    def _mean_loss(self, window: Sequence[Any]) -> float:
+        """Over all ranks, without gradients, at the present weights. NaN if a rank raises."""
+        step = self._step
+        try:
+            with torch.no_grad(), step.exchange.alone(step), step.patches.scope:
+                losses = [step.forward(copied(batch))[0] for batch in window]
+            loss = torch.stack([loss.float() for loss in losses]).mean()
+        except Exception:  # the other ranks count on an answer
+            loss = torch.full((), math.nan, device=step.device)
+        return float(step.exchange.mean(loss))
 
     # ---- going back --------------------------------------------------------------------------------------------
 
@@ -149,8 +166,7 @@ class Repairs:
     def go_back(self, to: str, skip_windows: int = 0) -> tuple[int, int]:
         """Restore an earlier state; returns the step it is of, and the committed steps that it has in it."""
         step, num_committed = self._checkpoints.rollback(to, skip_windows)
-        if self.last_good is not None:
-            self.last_good.forget()
+        self.last_good.forget()
         return step, num_committed
 
     # ---- changing what is computed -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._private import fused
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
 from ..errors import UsageError
@@ -77,8 +78,8 @@ class Deferral:
     def _check(self) -> None:
         optimizer = self._step.optimizer
         fix = "To fix: set loop.host_read_every=1."
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
+        fused.SKIP.require(to_fix="set loop.host_read_every=1.")
+        if not fused.can_skip(optimizer):
             raise UsageError(
                 f"loop.host_read_every={self._every} needs an optimizer that can skip a bad update on the device, and "
                 f"{type(optimizer).__name__} was not made with fused=True.\nTo fix: use torch.optim.AdamW (or Adam, SGD) with "
@@ -103,13 +104,12 @@ class Deferral:
         if undone is not None:
             pending, self._pending, self._step.num_pending = self._pending, [], 0
             self._record(self._read(pending), undone)
-        for name in ("found_inf", "grad_scale"):
-            self._step.optimizer.__dict__.pop(name, None)
+        fused.skip_nothing(self._step.optimizer)
 
     def takes(self, window: Sequence[Any], measurement: Measurement) -> bool:
         """Apply the step unless it is non-finite, decided on the device. False: it must be judged on the host."""
         step = self._step
-        if not (self.is_on and self._can_decide_on_device()):
+        if not self._can_decide_on_device():
             return False
         if not self._pending:
             self._remember_schedule()
@@ -122,8 +122,7 @@ class Deferral:
         bad = ~torch.isfinite(measurement.losses_and_norm()).all()
         if (buffer_peak := step.transaction.buffer_peak()) is not None:
             bad = bad | ~torch.isfinite(buffer_peak)
-        step.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-        step.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        fused.skip_where(step.optimizer, bad)
         step.update(measurement, None, self._lr_scale)
         step.transaction.restore_where(bad)
         step.advance(refused=bad)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.snapshots import Copy
 from ..checkpoint.state import Stateful, TrainState
-from ..core.loss import check_graph, check_no_backward, check_reached, split_loss, unlogged_values
+from ..core.loss import check_no_backward, check_reached, no_graph, split_loss, unlogged_values
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import DeviceStep, StepView
 from ..forensics.patches import Patches
@@ -29,7 +29,7 @@ from ..optim.ema import Ema
 from ..optim.schedule import Schedule, scaled_lr
 from ..precision.mixed import Precision
 from ..tensors import gradients
-from ..tensors.nest import copied, same_nest
+from ..tensors.nest import same_nest
 from .audit import Audit
 from .exchange import Exchange
 from .history import History
@@ -144,7 +144,7 @@ class Step:
                 is_last = index == len(window) - 1
                 if watch is not None:
                     watch.forward(index)
-                with exchange.gradient_sync(self.called, is_last), self.patches:
+                with exchange.gradient_sync(self.called, is_last), self.patches.scope:
                     loss, metric = self.forward(batch)
                     losses.append(loss.detach())
                     metrics.append(metric)
@@ -169,8 +169,8 @@ class Step:
         loss, metrics = split_loss(output, "training_step")
         if self.unlogged is None:
             self.unlogged = unlogged_values(output)
-        if torch.is_grad_enabled():
-            check_graph(loss, "training_step")
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise no_graph("training_step")
         return loss, metrics
 
     # ---- measure and judge -------------------------------------------------------------------------------------
@@ -272,9 +272,8 @@ class Step:
 
     def update(self, measurement: Measurement, view: StepView | None, lr_scale: float) -> None:
         """Clip the gradients, then step the optimizer. Without a `view` the host does not know the numbers, and reads none."""
-        if measurement.limits.bounded:
-            gradients.clip(self.groups, self.parameters, measurement.limits, measurement.grad_norm, view)
-        with scaled_lr(self.optimizer, lr_scale), self.patches:
+        gradients.clip(self.groups, self.parameters, measurement.limits, measurement.grad_norm, view)
+        with scaled_lr(self.optimizer, lr_scale), self.patches.scope:
             self.optimizer.step()
 
     def advance(self, refused: Tensor | None = None) -> None:
@@ -328,30 +327,6 @@ class Step:
                 break
         self.undo(refused.loss_scale)
         return None
-
-    def are_finite(self, window: Sequence[Any], loss_scale: float) -> list[bool]:
-        """Whether each micro-batch is finite by itself, on every rank."""
-        self.transaction.rewind()
-        finite = []
-        for batch in window:
-            try:
-                with self.exchange.alone(self):
-                    finite.append(torch.isfinite(self.attempt([batch], divisor=len(window)).losses_and_norm()).all())
-            except Exception:  # the other ranks count on an answer
-                finite.append(torch.zeros((), dtype=torch.bool, device=self.device))
-            self.undo(loss_scale)
-        shares: list[float] = self.exchange.mean(torch.stack(finite).float()).tolist()
-        return [share == 1.0 for share in shares]
-
-    def mean_loss(self, window: Sequence[Any]) -> float:
-        """Over all ranks, without gradients, at the present weights. NaN if a rank raises."""
-        try:
-            with torch.no_grad(), self.exchange.alone(self), self.patches:
-                losses = [self.forward(copied(batch))[0] for batch in window]
-            loss = torch.stack([loss.float() for loss in losses]).mean()
-        except Exception:  # the other ranks count on an answer
-            loss = torch.full((), math.nan, device=self.device)
-        return float(self.exchange.mean(loss))
 
 
 def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..tensors.gradients import numbers_of, peak
 from ..tensors.nest import map_tensors, tensors_in
-from ..tensors.rng import RandomState
+from ..tensors.rng import RandomBeforeStep
 from ..tensors.saved import SavedTensors, layout_of
 from ..tensors.sharded import local
 
@@ -50,10 +50,12 @@ class Transaction:
         """Parameters that this step wrote to before anybody knew that it does."""
         self._batch: list[Tensor] = []
         self._batch_values: list[Tensor] | None = None
-        self._writes_batch = False
+        self.writes_batch = False
+        """A step was seen to write to its batch, so each one is copied."""
         self._first_weights: list[Tensor] | None = None
         """Copies of all parameters, during the first step."""
         self._is_first_step = True
+        self._random = RandomBeforeStep()
         self._find_modules()
         self._mark_nonfinite_by_design(p for p in self._parameters.items() if not p[1].requires_grad)
         self.begin()
@@ -79,9 +81,8 @@ class Transaction:
         self._no_contents = [_NO_BUFFERS] * len(self._held)
         unique: dict[int, tuple[str, Tensor]] = {}
         for module, path in owners.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    unique.setdefault(id(parameter), (_joined(path, name), parameter))
+            for name, parameter in module.named_parameters(recurse=False):
+                unique.setdefault(id(parameter), (_joined(path, name), parameter))
         for index, extra in enumerate(self._extra_parameters):
             unique.setdefault(id(extra), (f"<extra {index}>", extra))
         self._parameters = dict(unique.values())
@@ -91,7 +92,7 @@ class Transaction:
 
     def begin(self, window: Sequence[Any] = ()) -> None:
         """Remember all that a step on this window may change. One foreach copy into tensors that are kept."""
-        self.random_state = RandomState.capture()
+        self.random_state = self._random.capture()
         self._lost = []
         self._modes = list(map(_TRAINING, self._modules))
         has_buffers = any(self._held)
@@ -106,10 +107,10 @@ class Transaction:
         if self._weights.tensors:
             self._weights.capture(self._weights.tensors)
         self._versions = list(map(_VERSION, self._unwritten))
-        self._batch = [tensor for batch in window for tensor in tensors_in(batch)]
-        self._batch_versions = list(map(_version, self._batch))
+        self._batch = [tensor for batch in window for tensor in tensors_in(batch) if not tensor.is_inference()]
+        self._batch_versions = list(map(_VERSION, self._batch))
         is_probe = self._is_first_step and bool(window)
-        self._batch_values = [t.detach().clone() for t in self._batch] if is_probe or self._writes_batch else None
+        self._batch_values = [t.detach().clone() for t in self._batch] if is_probe or self.writes_batch else None
         # On the host: a device that just holds the model need not hold it twice.
         self._first_weights = (
             [local(weight.detach()).to("cpu", copy=True) for weight in self._unwritten] if is_probe else None
@@ -117,9 +118,11 @@ class Transaction:
 
     def notice_writes(self) -> None:
         """After backward: from now on remember what this step wrote to. Costs a look at the version counters."""
+        if self.random_state.python is not None:
+            self._random.compare(self.random_state)
         written = self._changed_versions()
         if not written and self._first_weights is None and self._batch_values is None:
-            if list(map(_version, self._batch)) == self._batch_versions:
+            if list(map(_VERSION, self._batch)) == self._batch_versions:
                 return  # nearly every step ends here
         if self._first_weights is not None:
             pairs = enumerate(zip(self._unwritten, self._first_weights, strict=True))
@@ -127,7 +130,7 @@ class Transaction:
                 i for i, (now, then) in pairs if i in written or not _same_values(local(now.detach()).cpu(), then)
             ]
         if self._written_batch():
-            self._writes_batch = True
+            self.writes_batch = True
         if written:
             self._remember(written)
         self._is_first_step = False
@@ -147,8 +150,8 @@ class Transaction:
             self._first_weights = [w for i, w in enumerate(self._first_weights) if i not in set(written)]
 
     def _written_batch(self) -> list[int]:
-        changed = [i for i, tensor in enumerate(self._batch) if _version(tensor) != self._batch_versions[i]]
-        if self._batch_values is None or not (self._is_first_step or self._writes_batch):
+        changed = [i for i, tensor in enumerate(self._batch) if _VERSION(tensor) != self._batch_versions[i]]
+        if self._batch_values is None or not (self._is_first_step or self.writes_batch):
             return changed
         pairs = enumerate(zip(self._batch, self._batch_values, strict=True))
         return [i for i, (now, then) in pairs if i in changed or not _same_values(now.detach(), then)]
@@ -173,10 +176,10 @@ class Transaction:
             if self._batch_values is not None:
                 self._batch[index].copy_(self._batch_values[index])
             else:
-                self._writes_batch = True
+                self.writes_batch = True
                 _warn("the step wrote to its batch for the first time, so a replay sees the batch as the step left it")
         self._versions = list(map(_VERSION, self._unwritten))
-        self._batch_versions = [_version(tensor) for tensor in self._batch]
+        self._batch_versions = list(map(_VERSION, self._batch))
 
     def _changed_versions(self) -> list[int]:
         now = list(map(_VERSION, self._unwritten))
@@ -204,7 +207,7 @@ class Transaction:
 
     def expect_weights(self) -> None:
         """Someone else moved the weights and put them back: that was no write of the step's."""
-        self._versions = [_version(weight) for weight in self._unwritten]
+        self._versions = list(map(_VERSION, self._unwritten))
 
     def rewind(self) -> None:
         """As `restore`, and the random state too: what follows sees exactly what the step saw."""
@@ -249,14 +252,14 @@ class Transaction:
 
     def window_before(self, window: Sequence[Any]) -> Sequence[Any]:
         """The window of this step as it was at `begin`: itself, or copies if the step writes to its batches."""
-        if not self._writes_batch or self._batch_values is None:
+        if not self.writes_batch or self._batch_values is None:
             return window
         values = {id(tensor): value for tensor, value in zip(self._batch, self._batch_values, strict=True)}
         return [map_tensors(batch, lambda item: values.get(id(item), item)) for batch in window]
 
     def batch_before(self) -> list[tuple[Tensor, Tensor]]:
         """The tensors of this step's window with their values at `begin`, if the step writes to its batches."""
-        if not self._writes_batch or self._batch_values is None:
+        if not self.writes_batch or self._batch_values is None:
             return []
         return list(zip(self._batch, self._batch_values, strict=True))
 
@@ -330,10 +333,6 @@ def _tensors(contents: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:

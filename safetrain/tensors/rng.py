@@ -14,39 +14,80 @@ import torch
 
 class RandomState(NamedTuple):
     python: Any
+    """Of the `random` module; None if it was not captured, and is left alone when the others are restored."""
     numpy: Any
+    """Of NumPy's global generator; None likewise."""
     torch_cpu: torch.Tensor
     torch_cuda: list[torch.Tensor]
 
     @classmethod
-    def capture(cls) -> RandomState:
-        """Costs about 50 µs, most of it for the tables of Python and NumPy."""
+    def capture(cls, with_host: bool = True) -> RandomState:
+        """`with_host`: also the generators of Python and NumPy, whose tables take about 75 µs to copy."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+        python, numpy = (random.getstate(), np.random.get_state(legacy=False)) if with_host else (None, None)
+        return cls(python, numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        if self.python is not None:
+            random.setstate(self.python)
+            np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(self.torch_cuda)
 
     def to_plain(self) -> dict[str, Any]:
         """Out of types that `torch.load(weights_only=True)` accepts."""
+        plain = {"python": None, "numpy": None, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
+        if self.python is None:
+            return plain
         # The long tables as tensors: a hundred times faster to write than as many Python numbers.
         key = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
         numpy = {**self.numpy, "state": {**self.numpy["state"], "key": key}}
         version, table, gauss = self.python
         python = {"version": version, "table": _as_tensor(table), "gauss": gauss}
-        return {"python": python, "numpy": numpy, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
+        return plain | {"python": python, "numpy": numpy}
 
     @classmethod
     def from_plain(cls, state: dict[str, Any]) -> RandomState:
+        if state["python"] is None:
+            return cls(None, None, state["torch_cpu"], state["torch_cuda"])
         key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
         python = state["python"]
         table = tuple(python["table"].numpy().tolist())
         numpy = {**state["numpy"], "state": {**state["numpy"]["state"], "key": key}}
         return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], state["torch_cuda"])
+
+
+class RandomBeforeStep:
+    """The random state before each step of a run.
+
+    Few steps draw from Python's or NumPy's generator. These are captured before the first steps and before every
+    `EVERY`th; once a step was seen to draw from them, before each. Until then a replay of a step that draws from them for the
+    first time uses other numbers than the step did.
+    """
+
+    FIRST, EVERY = 3, 50
+
+    def __init__(self) -> None:
+        self._num_captured = 0
+        self._draws_on_host = False
+
+    def capture(self) -> RandomState:
+        looks = self._num_captured < self.FIRST or self._num_captured % self.EVERY == 0
+        self._num_captured += 1
+        return RandomState.capture(with_host=self._draws_on_host or looks)
+
+    def compare(self, before: RandomState) -> None:
+        """After a step of which the host's generators were captured: has it drawn from them?"""
+        if not self._draws_on_host:
+            same_python = random.getstate() == before.python
+            self._draws_on_host = not (same_python and _same(np.random.get_state(legacy=False), before.numpy))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    return bool(np.array_equal(one, other))
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,7 @@ from ..core.view import StepView
 from ..distributed.comm import by_first
 from ..errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
 from ..incidents import bundle
-from ..recovery import RefusedStep, Resolution
+from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
 
@@ -331,9 +331,10 @@ class Run:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
 
-    def close_incident(self, case: RefusedStep, resolution: Resolution) -> None:
+    def close_incident(self, case: RefusedStep) -> None:
         """Note what was done about a refused step; keep and tell its incident."""
-        incident, view = case.incident, case.view
+        incident, view, resolution = case.incident, case.view, case.resolution
+        assert resolution is not None
         incident.decision = Outcome(str(resolution.action), [*case.decision.reasons, *resolution.reasons])
         if resolution.action is not Action.COMMIT and case.is_step:
             self.stepped(view, replace(case.decision, action=resolution.action), str(resolution.action))
@@ -355,7 +356,11 @@ class Run:
         self.result.incidents.append(incident)
         if self.dir is not None and incident.path is not None:
             try:
-                bundle.write_report(self.dir / incident.path, incident)
+                directory = self.dir / incident.path
+                bundle.write_report(directory, incident)
+                from ..report import write_incident_page  # only a run with incidents pays for the import
+
+                write_incident_page(directory, incident)
             except Exception as error:  # a full disk must not end a run that survived worse
                 self.warn(f"the incident of step {incident.step} could not be written: {error}")
         self.telemetry.incident(incident)

@@ -25,6 +25,7 @@ from .run import Run
 
 @dataclass(frozen=True)
 class Session:
+    run: Run
     checkpoints: CheckpointPolicy
     recovery: Recovery
     deferral: Deferral
@@ -100,7 +101,7 @@ def open_session(
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
             stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.index, every))
-        yield Session(checkpoints, recovery, deferral)
+        yield Session(run, checkpoints, recovery, deferral)
 
 
 def total_steps(config: Config, stream: BatchStream) -> int | None:

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import load_config
-from ..config.targets import instantiate
-from ..core.incident import STATE_AUDIT, Incident
+from ..core.incident import STATE_AUDIT
 from ..core.loss import LossFn, adapt_loss
-from ..core.protocols import check_hooks
 from ..core.result import FitResult
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
@@ -23,15 +21,15 @@ from ..errors import Interrupted, TrainingStopped, UsageError
 from ..forensics.sandbox import modules_behind
 from ..guards import Guard
 from ..guards.guard_set import GuardSet
-from ..optim.build import build_optimizer
 from ..optim.ema import Ema
 from ..optim.schedule import Schedule
-from ..recovery import Ladder, RefusedStep, Resolution
+from ..recovery import Ladder, RefusedStep
 from ..step.deferred import UNDONE, Late
 from ..step.step import Outcome, Step
-from ..tensors.rng import RandomState, seed_everything
+from ..tensors.rng import seed_everything
 from . import build, checks
 from .evaluation import Evaluation
+from .hooks import TrainerHooks
 from .run import Run
 from .session import Session, open_session
 
@@ -39,11 +37,10 @@ if TYPE_CHECKING:
     from ..preflight import CheckReport
 
 
-class SafeTrainer:
+class SafeTrainer(TrainerHooks):
     """Trains a model so that no bad step is ever applied.
 
-    Use it as it is, from a config, or subclass it and define any of its hooks: `training_step`, `evaluation_step`, `build_model`,
-    `build_data`, `build_optimizer`, `build_scheduler`, `on_commit`, `on_incident`. `fit` is this loop:
+    Use it as it is, from a config, or subclass it and define any of its hooks. `fit` is this loop:
 
         for each window of micro-batches:
             begin ─ attempt ─ judge ─┬─ commit   weights, moments, schedule, buffers move; guards learn; on_commit
@@ -59,10 +56,6 @@ class SafeTrainer:
     """
 
     _session: Session
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_hooks(cls, SafeTrainer)
 
     def __init__(
         self,
@@ -157,10 +150,9 @@ class SafeTrainer:
             if not self._refuse_error(error, window):
                 raise
             return
-        if self._session.deferral.takes(window, measurement):
-            self._session.deferral.settle_if_full(self._committed_late, self._refused_late, self.run.stepped)
-            return
-        if self._settle():  # the weights that it was computed with are no longer there
+        if self._session.deferral.is_on and self._session.deferral.takes(window, measurement):
+            return self._session.deferral.settle_if_full(self._committed_late, self._refused_late, self.run.stepped)
+        if step.num_pending and self._settle():  # the weights that it was computed with are no longer there
             step.clear_gradients()
             return self.run.stepped(step.view(measurement), UNDONE, "rollback")
         view = step.view(measurement)
@@ -168,16 +160,18 @@ class SafeTrainer:
         if decision.action is Action.COMMIT:
             outcome = step.commit(measurement, view, decision)
             if outcome is Outcome.COMMITTED:
-                return self._committed(view, decision, step.transaction.window_before(window))
+                return self._committed(
+                    view, decision, step.transaction.window_before(window) if step.transaction.writes_batch else window
+                )
             if outcome is Outcome.OVERFLOWED:
                 return self.run.stepped(view, decision, "overflow")
             decision = step.ruined(view)
         step.undo(view.loss_scale)
-        self._refused(view, decision, window, step.transaction.random_state)
+        self._conclude(self._session.recovery.resolve(view, decision, window, step.transaction.random_state))
 
     def _committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
-        self._session.recovery.repairs.remember_good(window, view.loss)
-        self.run.stepped(view, decision, "commit")
+        self._session.recovery.repairs.last_good.committed(window, view.loss)
+        self._session.run.stepped(view, decision, "commit")
         self.on_commit(view)
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
@@ -206,47 +200,27 @@ class SafeTrainer:
         step.precision.keep_scale(view.loss_scale)
         step.transaction.begin(window)
         step.transaction.random_state = random_state
-        self._refused(view, step.judge(view), window, random_state)
+        self._conclude(self._session.recovery.resolve(view, step.judge(view), window, random_state))
         return True
 
-    def _refused(
-        self,
-        view: StepView,
-        decision: Decision,
-        window: Sequence[Any],
-        random_state: RandomState,
-        is_late: bool = False,
-    ) -> Action:
-        """Find out why, then climb the recovery ladder: repair and commit the step, skip it, go back, or stop."""
-        case = RefusedStep(view, decision, window, random_state, self.run.open_incident(view, decision), is_late)
-        case.num_committed = self.run.result.steps
-        with self.run.phase("recovery", f"investigating step {view.step}"):
-            resolution = self._session.recovery.resolve(case)
-            if case.committed is not None:
-                self._committed(*case.committed, self.stepper.transaction.window_before(window))
-            return Action.COMMIT if resolution is None else self._close(case, resolution)
-
-    def _refuse_state(self, view: StepView, decision: Decision) -> None:
-        """Between two steps something was found to be wrong with the state: go back, or stop."""
-        incident, random_state = self.run.open_incident(view, decision), self.stepper.transaction.random_state
-        case = RefusedStep(view, decision, [], random_state, incident, is_step=False)
-        case.num_committed = self.run.result.steps
-        with self.run.phase("recovery", f"recovering after step {view.step}"):
-            self._close(case, self._session.recovery.resolve_bad_state(case))
+    def _conclude(self, case: RefusedStep) -> Action:
+        """What recovery has done about a refused step: on the record, and to whom it may concern."""
+        if case.committed is not None:
+            self._committed(*case.committed, self.stepper.transaction.window_before(case.window))
+        if case.resolution is None:
+            return Action.COMMIT
+        self.run.close_incident(case)
+        self.on_incident(case.incident)
+        if case.resolution.action is Action.STOP:
+            raise TrainingStopped(case.incident, self.run.result) from case.view.error
+        return case.resolution.action
 
     def _distrust(self, verdict: Verdict | None) -> None:
-        """What is wrong with the state that was about to be saved, if anything."""
+        """Between two steps the state was found to be wrong: go back, or stop. None: it was not."""
         if verdict is not None:
             self.stepper.transaction.begin()
             view = self.run.view_between_steps(self.stream.epoch)
-            self._refuse_state(view, merge([(STATE_AUDIT, verdict)]))
-
-    def _close(self, case: RefusedStep, resolution: Resolution) -> Action:
-        self.run.close_incident(case, resolution)
-        self.on_incident(case.incident)
-        if resolution.action is Action.STOP:
-            raise TrainingStopped(case.incident, self.run.result) from case.view.error
-        return resolution.action
+            self._conclude(self._session.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
 
     # ---- deferred steps: their numbers reach the host several at a time -----------------------------------------
 
@@ -271,10 +245,13 @@ class SafeTrainer:
         if late.decision.action is Action.STOP and not late.was_bad:  # the weights have it in them
             self.run.stepped(late.view, late.decision, "commit")
             why = Verdict(reason=self._session.deferral.too_late_reason)
-            self._refuse_state(late.view, merge([*late.decision.verdicts.items(), ("loop", why)]))
+            decision = merge([*late.decision.verdicts.items(), ("loop", why)])
+            return self._conclude(self._session.recovery.resolve_bad_state(late.view, decision))
         self.stepper.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
-        pending = late.pending
-        return self._refused(late.view, late.decision, pending.window, pending.random_state, is_late=True)
+        window, random_state = late.pending.window, late.pending.random_state
+        return self._conclude(
+            self._session.recovery.resolve(late.view, late.decision, window, random_state, is_late=True)
+        )
 
     # ---- between steps -----------------------------------------------------------------------------------------
 
@@ -293,7 +270,7 @@ class SafeTrainer:
             yield run
 
     def _finished(self) -> bool:
-        loop, result = self.config.loop, self.run.result
+        loop, result = self.config.loop, self._session.run.result
         if loop.max_steps is not None:
             if result.steps + self.stepper.num_pending >= loop.max_steps:
                 self._settle()
@@ -323,7 +300,9 @@ class SafeTrainer:
         self._evaluate_if_due(epoch_ended=True)
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
-        evaluation, result = self.evaluation, self.run.result
+        evaluation, result = self.evaluation, self._session.run.result
+        if evaluation.stream is None:
+            return
         if evaluation.is_due(result.steps + self.stepper.num_pending, epoch_ended, run_ended):
             self._settle()  # some of the pending steps may turn out to have been refused
         if not evaluation.is_due(result.steps, epoch_ended, run_ended):
@@ -339,7 +318,7 @@ class SafeTrainer:
 
     def _ends_early(self) -> bool:
         """Save and end: the schedule failed, a signal came, or `loop.max_hours` are over."""
-        step, result = self.stepper, self.run.result
+        step, result = self.stepper, self._session.run.result
         if (error := step.schedule.error) is not None and not self._finished():
             self._save()
             raise UsageError(
@@ -349,7 +328,7 @@ class SafeTrainer:
         if (signal := step.exchange.signal) is not None:
             self._save()
             raise Interrupted(signal, result)
-        if step.exchange.out_of_time and not self._finished():
+        if self.config.loop.max_hours is not None and step.exchange.out_of_time and not self._finished():
             self._save()
             result.status = "paused"
             return True
@@ -377,7 +356,7 @@ class SafeTrainer:
     @property
     def step(self) -> int:
         """Index of the step being attempted."""
-        return self.stepper.index if self._run is not None else self.run.step
+        return self.stepper.index
 
     def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
         """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""
@@ -402,53 +381,5 @@ class SafeTrainer:
 
     def auxiliary_modules(self) -> list[nn.Module]:
         """Modules that a step uses and that are not part of the model: its loss, and attributes of a subclass."""
-        called = self.stepper.called
-        own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not called]
-        functions = [self.training_step if self.loss_fn is None else self.loss_fn]
-        return [*own, *(module for function in functions for module in modules_behind(function))]
-
-    # ---- hooks -------------------------------------------------------------------------------------------------
-
-    def training_step(self, model: nn.Module, batch: Any) -> Any:
-        """The loss of a micro-batch: a scalar tensor, or a dict with `loss` and metrics. Runs under autocast."""
-        if self.loss_fn is None:
-            raise UsageError(
-                "there is nothing to compute the loss with.\n"
-                "To fix: pass loss_fn=…, set `loss` in the config, or define training_step in a subclass."
-            )
-        return self.loss_fn(model, batch)
-
-    def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
-        """Loss and metrics of an evaluation batch; by default what `training_step` returns."""
-        return self.training_step(model, batch)
-
-    def build_model(self) -> nn.Module:
-        """The model, when none was passed."""
-        if self.config.model is None:
-            raise UsageError(
-                "there is no model.\nTo fix: pass model=…, set `model` in the config, or define build_model."
-            )
-        return instantiate(self.config.model)  # type: ignore[no-any-return]
-
-    def build_data(self) -> Any:
-        """The training data, or a tuple of training and evaluation data, when none was passed."""
-        data = self.config.data
-        if data.train is None:
-            raise UsageError(
-                "there is no training data.\nTo fix: pass train_data=…, set `data.train` in the config, or define build_data."
-            )
-        return instantiate(data.train), None if data.eval is None else instantiate(data.eval)
-
-    def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer, when none was passed."""
-        return build_optimizer(self.config.optimizer, model)
-
-    def build_scheduler(self, optimizer: Optimizer) -> Any:
-        """The learning-rate scheduler or None, when none was passed. Stepped once per committed step."""
-        return None if self.config.scheduler is None else instantiate(self.config.scheduler, optimizer)
-
-    def on_commit(self, view: StepView) -> None:
-        """Called after each committed step."""
-
-    def on_incident(self, incident: Incident) -> None:
-        """Called after each refused step, before the run stops if it does."""
+        own = [v for v in vars(self).values() if isinstance(v, nn.Module) and v is not self.stepper.called]
+        return [*own, *modules_behind(self.training_step if self.loss_fn is None else self.loss_fn)]

@@ -312,3 +312,11 @@ def test_no_feature_is_forgotten():
     """A new one needs a test here that says what becomes of its users."""
     text = Path(__file__).read_text()
     assert [name for name in NAMES if f'"{name}"' not in text] == []
+
+
+def test_without_skipping_on_the_device_a_run_that_defers_its_reads_does_not_start(tmp_path):
+    model = make_model()
+    config = {"loop": {"device": "cpu", "host_read_every": 4}, "logging": {"console": "off", "tensorboard": False}}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with feature.without("skip_on_device"), pytest.raises(UsageError, match="found_inf"):
+        Trainer(model, optimizer=optimizer, train_data=make_batches(2), config=config, run_dir=tmp_path / "run").fit()

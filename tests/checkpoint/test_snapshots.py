@@ -131,7 +131,7 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
                 assert snapshot.trusted
                 assert self.run.result.steps == self.scheduler.last_epoch == 10
                 assert_same(deep_state(self), self.at_ten)
-                assert_same(TrainState.gather(self, progress=False).rest["guards"], snapshot.state.rest["guards"])
+                assert_same(TrainState.gather(self.stepper).rest["guards"], snapshot.state.rest["guards"])
                 assert torch.equal(RandomState.capture().torch_cpu, snapshot.state.rest["random"]["torch_cpu"])
                 assert (self.run.num_refusals, self.stream.num_consumed) == (refusals, consumed + 2)
                 assert len(self.run.result.incidents) == 1

@@ -15,12 +15,12 @@ def test_the_largest_is_known_at_any_time(size, first, more):
     recent = Recent(size, first)
     for value in more:
         recent.add(value)
-        assert recent.largest == max(recent.values)
+        assert recent.largest == max(recent)
     recent.clear()
     assert recent.largest == -math.inf
     for value in more:
         recent.add(value)
-        assert recent.largest == max(recent.values)
+        assert recent.largest == max(recent)
 
 
 def test_nan_is_no_largest_value():
