@@ -59,8 +59,12 @@ class Run:
         rank: int,
         resume: bool | str = False,
         history: History | None = None,
+        is_written: bool = True,
     ) -> None:
-        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
+        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either.
+
+        Unless `is_written` there is no directory, and no sink is opened.
+        """
         self.config, self.rank = config, rank
         self.history = History() if history is None else history
         """What guards see of the steps so far; shared with the `Step`."""
@@ -77,7 +81,8 @@ class Run:
         self._wrote_config = False
         self.shared_dir: Path
         """The run's directory, also for processes that do not write into it by themselves."""
-        self._open_dir(asked_dir, resume)
+        if is_written:
+            self._open_dir(asked_dir, resume)
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""

@@ -269,6 +269,15 @@ class SafeTrainer(TrainerHooks):
             run.write_config()
             yield run
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Before `fit`: inside, hooks find a run that has just begun, of which nothing is written."""
+        self._run = self.stepper.exchange.run = Run(self.config, None, self.machine.rank, is_written=False)
+        try:
+            yield
+        finally:
+            self._run = None
+
     def _finished(self) -> bool:
         loop, result = self.config.loop, self._session.run.result
         if loop.max_steps is not None:

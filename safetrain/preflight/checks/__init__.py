@@ -1,0 +1,32 @@
+"""Every check, in the order in which they run: cheap ones first, causes before their consequences.
+
+To add a check, write a function with `@preflight_check` in one of these modules, or in a new one; within a module they run
+from top to bottom. It gets a `Subject`, which reads the data and runs the first steps once for all checks, and returns `passed`,
+`warned`, `failed` or `skipped`. Whatever it does to model, optimizer or random state belongs inside `with subject.clean():`.
+`scripts/docs` writes its row into docs/check.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from ..registry import Check
+
+_FIRST_TO_LAST = ("data", "labels", "empty", "weights", "steps", "loss", "trials", "repeat", "source")
+"""Modules that are not named here run last."""
+
+
+def _place(name: str) -> int:
+    return _FIRST_TO_LAST.index(name) if name in _FIRST_TO_LAST else len(_FIRST_TO_LAST)
+
+
+_modules = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_place)
+CHECKS: tuple[Check, ...] = tuple(
+    each
+    for name in _modules
+    for each in vars(importlib.import_module(f"{__name__}.{name}")).values()
+    if isinstance(each, Check)
+)
+
+__all__ = ["CHECKS"]
