@@ -13,20 +13,17 @@ import pkgutil
 
 from ..registry import Check
 
-_FIRST_TO_LAST = ("data", "labels", "empty", "weights", "steps", "loss", "trials", "repeat", "source")
+_ORDER = ("data", "labels", "empty", "weights", "steps", "loss", "trials", "repeat", "source")
 """Modules that are not named here run last."""
 
 
-def _place(name: str) -> int:
-    return _FIRST_TO_LAST.index(name) if name in _FIRST_TO_LAST else len(_FIRST_TO_LAST)
+def collect() -> tuple[Check, ...]:
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    names.sort(key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Check))
 
 
-_modules = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_place)
-CHECKS: tuple[Check, ...] = tuple(
-    each
-    for name in _modules
-    for each in vars(importlib.import_module(f"{__name__}.{name}")).values()
-    if isinstance(each, Check)
-)
+CHECKS = collect()
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "collect"]
