@@ -1,7 +1,7 @@
 """A small GPT, on characters of short documents or on token files of any size. Run it with `safetrain fit char_gpt`.
 
 Three things make a recipe: data (`Documents` or `TokenFile`), a model (`CharGPT`) and a loss (`document_loss` or
-`next_token_loss`). None of them knows the trainer.
+`next_token_loss`). None of them depends on the trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCAB_SIZE = LAST - FIRST + 2
 
 
 def encode(text: str) -> list[int]:
-    """Token numbers of a text; a character outside the vocabulary becomes `?`."""
+    """Token ids of a text; a character outside the vocabulary becomes `?`."""
     return [1 + (ord(c) if FIRST <= ord(c) <= LAST else ord("?")) - FIRST for c in text]
 
 
@@ -45,9 +45,9 @@ def documents(text: str, length: int) -> list[str]:
 class Documents(Dataset[dict[str, Tensor]]):
     """Documents of at most `context + 1` characters, padded at the end: paragraphs of a text file, or of Python's help.
 
-    The first `num_documents` of a split are used (None: all), so that the order of a shuffled epoch does not depend on how
-    much help a version of Python has. `empty_documents` lists those without any text, like an empty file in a corpus: all
-    padding. `left_padded` lists those with the padding in front, as some tokenizers put it.
+    The first `num_documents` of a split are used (None: all), so that the order of a shuffled epoch does not depend on the
+    version of Python. `empty_documents` lists documents without any text, like an empty file in a corpus: all padding.
+    `left_padded` lists documents with the padding in front, as some tokenizers do.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Documents(Dataset[dict[str, Tensor]]):
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):
-    """Pieces of `context + 1` tokens of a file of plain token numbers, of any size: it is mapped, not read into memory.
+    """Chunks of `context + 1` tokens from a memory-mapped file of token ids, of any size.
 
-    Each piece begins with the last token of the one before. The last tenth of the file is for `eval`. Use it with
+    Each chunk begins with the last token of the previous one. The last tenth of the file is for `eval`. Use it with
     `next_token_loss` and with `model.vocab_size` of the tokenizer.
     """
 
@@ -108,7 +108,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to a residual stream that is normalised on the way in."""
+    """A pre-norm transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -144,9 +144,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dr
 class CharGPT(nn.Module):
     """Tokens [batch, time] to logits [batch, time, vocabulary]; 0.11 million parameters by default.
 
-    Padding at the end is hidden from every real character by the causal mask. For padding in front there is `padding_mask`,
-    which is added to the attention scores of padding: a large negative number, but not -inf, because the padding itself
-    sees nothing but padding.
+    The causal mask hides padding at the end from all characters. For padding in front, `padding_mask` is added to the
+    attention scores of padding: a large negative number, but not -inf, because padding in front attends to nothing but
+    padding, and a softmax of only -inf is NaN.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CharGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        # A start near the uniform distribution (loss ln 96 = 4.6): with PyTorch's unit-variance embeddings it learns later.
+        # Starts near the uniform distribution (loss ln 96 = 4.6); PyTorch's unit-variance embeddings learn more slowly.
         for embedding in (self.token_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
 

@@ -1,4 +1,4 @@
-"""Embeddings in which images of the same class are neighbours. Run it with `safetrain fit contrastive`."""
+"""Learns embeddings in which images of the same class are close. Run it with `safetrain fit contrastive`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Embedder(nn.Module):
     """Images to points on the unit sphere.
 
-    The raw embeddings are first standardised over the batch, dimension by dimension, so that none of them dies out; in
-    evaluation with the running mean and deviation of training.
+    The raw embeddings are first standardised over the batch, dimension by dimension, so that none of them collapses; in
+    evaluation by the running mean and standard deviation, like BatchNorm.
     """
 
     running_mean: Tensor
@@ -47,7 +47,7 @@ class Embedder(nn.Module):
 
 
 def info_nce(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Each image must pick out the others of its class among all images of the batch."""
+    """InfoNCE: each image must identify the others of its class among all images of the batch."""
     others = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     same = (labels[:, None] == labels) & others
     similarity = embeddings @ embeddings.T / temperature
@@ -56,7 +56,7 @@ def info_nce(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 
 def triplet(embeddings: Tensor, labels: Tensor, margin: float) -> Tensor:
-    """The farthest image of the same class must be nearer than the nearest of another, by a margin."""
+    """The farthest image of the same class must be nearer by a margin than the nearest of another class."""
     distance = 2 - 2 * embeddings @ embeddings.T  # squared, of unit vectors
     same = labels[:, None] == labels
     farthest = distance.masked_fill(~same, -torch.inf).amax(1)

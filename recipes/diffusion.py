@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset[Tensor]):
-    """Points of the plane, on two interleaved half circles (`moons`) or on a `ring`, with a little noise."""
+    """Points in the plane, on two interleaved half circles (`moons`) or on a `ring`, with a little noise."""
 
     def __init__(self, kind: str, num_points: int, noise: float = 0.05, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ NUM_TIME_FEATURES = 12
 
 
 class PointDenoiser(nn.Module):
-    """Noisy points [batch, dimension] and features of the time to the noise in them."""
+    """Predicts the noise from noisy points [batch, dimension] and time features."""
 
     def __init__(self, num_dimensions: int = 2, width: int = 128) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PointDenoiser(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Two convolutions added to their input; the time shifts the channels between them."""
+    """A residual block of two convolutions, with a shift by time between them."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ConvBlock(nn.Module):
 
 
 class ImageDenoiser(nn.Module):
-    """The same for images [batch, channels, height, width]: a U-Net that halves the size `levels` times on its way down."""
+    """A U-Net for images [batch, channels, height, width] that halves the size `levels` times."""
 
     def __init__(self, channels: int = 1, width: int = 32, levels: int = 1) -> None:
         super().__init__()
@@ -91,16 +91,16 @@ class ImageDenoiser(nn.Module):
             x = F.avg_pool2d(x, 2)
         x = self.middle(x, time_features)
         for block in self.up:
-            beside = kept.pop()
-            x = block(torch.cat([F.interpolate(x, beside.shape[2:]), beside], 1), time_features)
+            skipped = kept.pop()
+            x = block(torch.cat([F.interpolate(x, skipped.shape[2:]), skipped], 1), time_features)
         return self.leave(x)
 
 
 class Diffusion(nn.Module):
-    """A denoiser with its noise schedule: `kept[t]` is the share of the signal's variance that is left at time t.
+    """A denoiser with its noise schedule: `kept[t]` is the share of the signal's variance left at time t (alpha-bar).
 
-    `mean` and `std` of the data bring it to the range of the noise. `zero_terminal_snr` rescales the schedule so that nothing
-    of the signal is left at the last time.
+    The data is standardised by `mean` and `std`. `zero_terminal_snr` rescales the schedule so that no signal is left at the
+    last time.
     """
 
     kept: Tensor
@@ -129,7 +129,7 @@ class Diffusion(nn.Module):
 
     @torch.no_grad()
     def sample(self, shape: Sequence[int]) -> Tensor:
-        """New samples, from noise, one time step after the other."""
+        """Samples by denoising noise step by step."""
         before = torch.cat([self.kept.new_ones(1), self.kept[:-1]])
         x = torch.randn(*shape, device=self.kept.device)
         for t in reversed(range(len(self.kept))):
@@ -144,7 +144,7 @@ class Diffusion(nn.Module):
 
 
 def sliced_distance(one: Tensor, other: Tensor, num_directions: int = 64) -> Tensor:
-    """Mean Wasserstein distance between the projections of two sets of equally many points on random directions."""
+    """Sliced Wasserstein distance of two equally large sets of points, over random directions."""
     one, other = one.flatten(1), other.flatten(1)
     directions = F.normalize(torch.randn(num_directions, one.shape[1], device=one.device), dim=1)
     gap = (one @ directions.T).sort(0).values - (other @ directions.T).sort(0).values
@@ -152,12 +152,12 @@ def sliced_distance(one: Tensor, other: Tensor, num_directions: int = 64) -> Ten
 
 
 def diffusion_loss(model: nn.Module, batch: Tensor | Sequence[Tensor], max_snr: float = 100.0) -> dict[str, Tensor]:
-    """Squared error of the predicted noise, weighted so that no time with a signal-to-noise ratio above `max_snr` dominates.
+    """Squared error of the predicted noise, with weights that clamp the signal-to-noise ratio at `max_snr` (min-SNR).
 
-    Of a batch with labels only the samples are used.
+    Labels in the batch are ignored.
     """
     samples = batch if isinstance(batch, Tensor) else batch[0]
-    network = getattr(model, "module", model)  # the model itself, also when it is wrapped for several processes
+    network = getattr(model, "module", model)  # unwraps DDP
     clean = (samples - network.mean) / network.std
     times = torch.randint(len(network.kept), (len(clean),), device=clean.device)
     kept = network.kept[times].view(-1, *[1] * (clean.dim() - 1))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 IGNORED = -100
-"""The label of a token that is not to be learned: of the prompt, and of padding."""
+"""The label of tokens without a loss: prompt and padding."""
 
 
 def transformers() -> ModuleType:
@@ -30,7 +30,7 @@ def transformers() -> ModuleType:
 
 
 def build_model(name: str | None = None, **tiny: Any) -> nn.Module:
-    """A causal language model: the one of this name, as it is; or a GPT-2 of the size that `tiny` gives, with random weights."""
+    """A causal language model: pretrained, by its name on the hub; or a GPT-2 of the size given in `tiny`, with random weights."""
     hf = transformers()
     if name is not None:
         return hf.AutoModelForCausalLM.from_pretrained(name)
@@ -39,7 +39,7 @@ def build_model(name: str | None = None, **tiny: Any) -> nn.Module:
 
 
 def arithmetic(num_examples: int) -> list[dict[str, str]]:
-    """Little exercises, for a run without files."""
+    """Generated exercises, for a run without files."""
     words = ["add", "join", "sum up", "put together"]
     return [
         {"prompt": f"{words[i % 4]} {i // 10 % 10} and {i % 10}: ", "answer": str(i // 10 % 10 + i % 10)}
@@ -48,10 +48,10 @@ def arithmetic(num_examples: int) -> list[dict[str, str]]:
 
 
 class Instructions(Dataset[dict[str, Tensor]]):
-    """Prompts with answers, of which only the answer is learned; cut to `max_length` tokens, padded at the end.
+    """Prompts with answers, with a loss on the answer only; truncated to `max_length` tokens, padded at the end.
 
     `path` is a JSON-lines file with `prompt` and `answer`; without it the examples are exercises in arithmetic.
-    `long_prompts` lists examples whose prompt fills the whole length, so that nothing of the answer is left.
+    `long_prompts` lists examples whose prompt fills the whole length, so that no token of the answer is left.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Instructions(Dataset[dict[str, Tensor]]):
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Mean negative log-likelihood of the answers' tokens, and how many of them are the most probable."""
+    """Mean negative log-likelihood of the tokens of the answers, and the share that is predicted correctly."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)

@@ -13,7 +13,7 @@ def conv_norm(channels_in: int, channels_out: int, stride: int = 1) -> nn.Sequen
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions added to their input, which is brought to the new size if it changes."""
+    """Two convolutions with a residual connection, projected if the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forecasts of a time series by an LSTM. Run it with `safetrain fit lstm`."""
+"""Forecasts a time series by an LSTM. Run it with `safetrain fit lstm`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 
 def seasonal_series(length: int, seed: int = 0) -> np.ndarray:
-    """A made-up series like the hourly load of a power grid: a day of 24 steps, a week of 168, weather that persists."""
+    """A synthetic series like the hourly load of a power grid: daily and weekly seasons, and autocorrelated weather."""
     generator = np.random.default_rng(seed)
     t = np.arange(length)
     weather = np.zeros(length)
@@ -22,9 +22,9 @@ def seasonal_series(length: int, seed: int = 0) -> np.ndarray:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Pieces of a series: `history` steps and the `horizon` that follows them, standardised by the training part.
+    """Windows of a series: `history` steps and the `horizon` that follows them, standardised by the training part.
 
-    The last fifth of the series is for `eval`, so that nothing of the future is trained on.
+    The last fifth of the series is for `eval`, so that training never sees the future.
     """
 
     def __init__(self, series: np.ndarray, split: str, history: int = 48, horizon: int = 12) -> None:
@@ -47,7 +47,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class Forecaster(nn.Module):
-    """History [batch, time] to the change that the next `horizon` steps bring, compared with the last known value."""
+    """Forecasts the next `horizon` steps from a history [batch, time], as changes to its last value."""
 
     def __init__(self, horizon: int, width: int = 32, depth: int = 1) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Forecaster(nn.Module):
 def forecast_loss(model: nn.Module, batch: dict[str, Tensor], season: int = 24) -> dict[str, Tensor]:
     """Mean squared error, and `skill`: the share of the naive forecast's error that is avoided.
 
-    The naive forecast repeats what was one `season` (at least the horizon, at most the history) earlier. A skill of 0 is as good as that, 1 is perfect.
+    The naive forecast repeats the values of one `season` before (at least the horizon, at most the history). A skill of 0 equals it, 1 is perfect.
     """
     forecast, future = model(batch["history"]), batch["future"]
     squared_error = F.mse_loss(forecast, future)

@@ -1,6 +1,6 @@
-"""An actor-critic that learns by clipped policy gradients (PPO) to balance a pole. Run it with `safetrain fit policy_gradient`.
+"""An actor-critic that learns to balance a pole by clipped policy gradients (PPO). Run it with `safetrain fit policy_gradient`.
 
-The data depends on the model here: `Rollouts` plays with the current policy, and `PolicyTrainer` shows it that policy.
+The data depends on the model: `Rollouts` plays with the current policy, which `PolicyTrainer` gives to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRAVITY, CART_MASS, POLE_MASS, HALF_LENGTH, FORCE, SECONDS_PER_STEP = 9.8, 1.0, 
 
 
 class CartPole:
-    """Many carts with a pole on them, simulated together. A state is (position, velocity, angle, angular velocity).
+    """A vectorised CartPole environment. A state is (position, velocity, angle, angular velocity).
 
     The physics of Barto, Sutton and Anderson (1983): the action 0 or 1 pushes left or right, every step gives a reward of 1,
     and an episode ends when the pole falls, the cart leaves the track, or after `max_steps`.
@@ -46,7 +46,7 @@ class CartPole:
         return self.state.astype(np.float32)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards, whether an episode failed, and whether it is over; carts whose episode is over start anew."""
+        """Rewards, whether an episode failed, and whether it is over; environments whose episode is over are reset."""
         _, velocity, angle, spin = self.state.T
         total = CART_MASS + POLE_MASS
         push = (np.where(actions == 1, FORCE, -FORCE) + POLE_MASS * HALF_LENGTH * spin**2 * np.sin(angle)) / total
@@ -63,9 +63,9 @@ class CartPole:
 
 
 class GymEnvironments:
-    """Environments of gymnasium with observations in a vector and finitely many actions.
+    """Environments of gymnasium with vector observations and discrete actions.
 
-    Their state cannot be saved: after a resume they begin new episodes.
+    Their state cannot be saved: after a resume they start new episodes.
     """
 
     def __init__(self, name: str, num_envs: int, seed: int = 0) -> None:
@@ -99,7 +99,7 @@ def make_environments(env: str, num_envs: int, seed: int) -> CartPole | GymEnvir
 
 
 class ActorCritic(nn.Module):
-    """Observations to the logits of the actions, and the value of the state."""
+    """Maps observations to the logits of the actions and the value of the state."""
 
     def __init__(self, num_observations: int = 4, num_actions: int = 2, width: int = 64) -> None:
         super().__init__()
@@ -115,10 +115,10 @@ class ActorCritic(nn.Module):
 
 
 class Rollouts:
-    """Batches of experience: plays `horizon` steps in all environments, then hands the experience out `num_passes` times.
+    """Batches of experience: plays `horizon` steps in all environments, then yields the experience `num_passes` times.
 
-    `exploration` is the chance of an action at random. The log-probability that is stored with an action must be that of the
-    policy which chose it, exploration included; `forget_exploration` stores the network's own instead.
+    `exploration` is the probability of a random action. The stored log-probability of an action must be that of the policy
+    which chose it, exploration included; `forget_exploration` stores the log-probability of the network instead (a bug).
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Rollouts:
         self.exploration, self.forget_exploration = exploration, forget_exploration
         self.generator = torch.Generator().manual_seed(seed)
         self.policy: nn.Module | None = None
-        """The model that plays; set by the trainer."""
+        """The model; set by the trainer."""
         self.experience: dict[str, Tensor] = {}
         self.remaining: list[Tensor] = []
-        """Rows of the batches that are still to be handed out."""
+        """Rows of the batches that are not yet used."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self.remaining:
@@ -156,7 +156,7 @@ class Rollouts:
             yield {name: values[rows] for name, values in self.experience.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on exactly here; the trainer saves it with its own state."""
+        """Everything a resumed run needs to continue exactly here; part of the checkpoint."""
         return {
             "envs": self.envs.state_dict(),
             "random": self.generator.get_state(),
@@ -197,20 +197,20 @@ class Rollouts:
         return {name: experience[name].flatten(0, 1) for name in kept}
 
     def act(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions, and the log-probabilities of having chosen them."""
+        """Actions and their log-probabilities."""
         behaviour = (1 - self.exploration) * logits.softmax(1) + self.exploration / logits.shape[1]
         actions = torch.multinomial(behaviour, 1, generator=self.generator)
         log_probs = logits.log_softmax(1) if self.forget_exploration else behaviour.log()
         return actions.squeeze(1), log_probs.gather(1, actions).squeeze(1)
 
     def advantages(self, experience: dict[str, Tensor], last_values: Tensor) -> Tensor:
-        """How much better than expected each action turned out (generalised advantage estimation)."""
+        """Generalised advantage estimation."""
         values = torch.cat([experience["values"], last_values[None]])
         result = torch.zeros_like(experience["values"])
         running = torch.zeros(self.num_envs)
         for t in reversed(range(self.horizon)):
             goes_on = (~experience["over"][t]).float()
-            # An episode cut by the clock did not fail: what it was still worth is estimated by its own value.
+            # An episode truncated by max_steps did not fail: bootstrap from its value.
             cut = experience["over"][t] & ~experience["failed"][t]
             following = torch.where(cut, values[t], values[t + 1] * goes_on)
             surprise = experience["rewards"][t] + self.discount * following - values[t]
@@ -220,7 +220,7 @@ class Rollouts:
 
 
 class PolicyTrainer(SafeTrainer):
-    """A SafeTrainer whose data is played by its own model."""
+    """A SafeTrainer whose data is generated by its own model."""
 
     def build_data(self) -> Any:
         train, evaluation = super().build_data()
@@ -231,7 +231,7 @@ class PolicyTrainer(SafeTrainer):
 
 
 class Episodes:
-    """For evaluation: every environment plays one episode to its end with the most probable actions; the batch is the returns."""
+    """For evaluation: plays one episode per environment with the most probable actions, and yields the returns as one batch."""
 
     def __init__(self, env: str = "cartpole", num_envs: int = 16, seed: int = 1) -> None:
         self.env, self.num_envs, self.seed = env, num_envs, seed
@@ -258,7 +258,7 @@ def actor_critic_loss(
     critic_weight: float = 0.5,
     entropy_bonus: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Clipped policy gradient, squared error of the critic, and a bonus for undecided policies; or the returns of episodes."""
+    """Clipped policy gradient, squared error of the critic, and an entropy bonus; in evaluation the mean return."""
     if "returns" in batch:
         mean_return = batch["returns"].mean()
         return {"loss": -mean_return, "mean_return": mean_return}

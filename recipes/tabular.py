@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Features [batch, num_features] to one number per row: a value, or the logit of a class."""
+    """Maps features [batch, num_features] to one number per row: a value, or the logit of a class."""
 
     def __init__(self, num_features: int, width: int = 64, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class MLP(nn.Module):
 
 
 def regression_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Mean squared error, and R² of this batch: 1 is perfect, 0 is as good as the batch's mean."""
+    """Mean squared error, and R² of this batch: 1 is perfect, 0 equals predicting the mean of the batch."""
     features, targets = batch
     squared_error = F.mse_loss(model(features), targets)
     metrics = {"loss": squared_error}
-    if not model.training:  # of the whole evaluation data at once; in a small training batch it says little
+    if not model.training:  # on the whole evaluation data at once; meaningless on a small training batch
         metrics["r2"] = 1 - squared_error / targets.var(correction=0)
     return metrics
 
@@ -37,7 +37,7 @@ def regression_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str,
 def classification_loss(
     model: nn.Module, batch: tuple[Tensor, Tensor], from_probabilities: bool = False
 ) -> dict[str, Tensor]:
-    """Binary cross-entropy. `from_probabilities` spells the textbook formula out, which is not safe: see the broken config."""
+    """Binary cross-entropy. `from_probabilities` uses the textbook formula, which is not safe: see the broken config."""
     features, targets = batch
     logits = model(features)
     if from_probabilities:

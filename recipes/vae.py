@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class VAE(nn.Module):
-    """Images between 0 and 1 to (logits of the pixels, mean and log-variance of the code).
+    """Maps images in [0, 1] to (logits of the pixels, mean and log-variance of the code).
 
-    `max_log_var` bounds the log-variance on both sides; without it, one unusual image can make its exponential overflow.
+    `max_log_var` bounds the log-variance on both sides; without it, its exponential can overflow for one unusual image.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class VAE(nn.Module):
 
 
 def negative_elbo(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Nats per image: what is lost in the reconstruction plus what the code costs. The labels are not used."""
+    """Negative ELBO in nats per image: reconstruction loss plus KL. The labels are not used."""
     images, _ = batch
     logits, mean, log_var = model(images)
     pixels = F.binary_cross_entropy_with_logits(logits, images, reduction="none")

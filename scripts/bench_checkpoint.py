@@ -1,4 +1,4 @@
-"""How long does training wait for a save, compared with writing the same bytes plainly? See `scripts/bench_checkpoint --help`."""
+"""How long does a save block training, compared with writing the same bytes directly? See `scripts/bench_checkpoint --help`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain_write(state: TrainState, path: Path) -> float:
 
 
 def blocked(trainer: SafeTrainer, saver: Saver, step: int) -> float:
-    """Seconds for which the loop waits; what goes on in the background is waited for outside the clock."""
+    """Seconds that the loop is blocked; background work is not timed."""
     begin = time.perf_counter()
     about = {"step": step, "num_committed": step, "epoch": 0, "time": "", "version": "bench", "metric": None}
     saver.save(TrainState.gather(trainer), about)
@@ -84,7 +84,7 @@ def main() -> None:
                 times[name].append(blocked(trainer, saver, index))
     finally:
         shutil.rmtree(directory)
-    # The first rounds allocate memory and wake the disk. On a busy machine only the fastest rounds say what the work costs.
+    # The first rounds warm up memory and disk. On a busy machine only the fastest rounds measure the cost.
     best = {name: min(seconds[2:]) for name, seconds in times.items()}
     middle = {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
     print(

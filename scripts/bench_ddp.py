@@ -20,7 +20,7 @@ MIN_STEP_SECONDS = 0.020
 
 
 class Net(nn.Module):
-    """A few wide layers, with buffers: a BatchNorm costs DDP an exchange of its own."""
+    """A few wide layers, with buffers, because DDP broadcasts those of a BatchNorm."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class PlainLoop:
-    """What one writes by hand with accelerate: forward, backward, clip, step."""
+    """The loop written by hand with accelerate: forward, backward, clip, step."""
 
     def __init__(self, model: nn.Module, batches: list[Any]) -> None:
         from accelerate import Accelerator
@@ -57,11 +57,11 @@ class PlainLoop:
             self._accelerator.backward(loss)
             self._accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
-            loss.item()  # a loop that shows its loss
+            loss.item()  # as a loop that logs its loss
 
 
 def measure(rank: int, options: argparse.Namespace, pipe: Any) -> None:
-    """Turns of safetrain's steps and of the plain loop's, in the same process, with the same batches."""
+    """Alternates blocks of guarded steps and of plain steps, in the same process, with the same batches."""
     from safetrain import SafeTrainer
 
     torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def measure(rank: int, options: argparse.Namespace, pipe: Any) -> None:
             turns["plain"].append((time.perf_counter() - begin) / per_turn)
             self.began = time.perf_counter()
 
-    num_steps = per_turn * (options.rounds + 2)  # the first two turns are of warming up
+    num_steps = per_turn * (options.rounds + 2)  # the first two turns warm up
     Timed.began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         Timed(
@@ -103,7 +103,7 @@ def measure(rank: int, options: argparse.Namespace, pipe: Any) -> None:
     if rank == 0:
         pipe.send({name: times[2:] for name, times in turns.items()})
     pipe.close()
-    os._exit(0)  # two sets of replicas live: no orderly end of their process group is measured here
+    os._exit(0)  # skips the teardown of the process group, which two sets of replicas share
 
 
 def child(rank: int, port: int, options: argparse.Namespace, pipe: Any) -> None:

@@ -1,4 +1,4 @@
-"""What does it cost to be told of a run? See `scripts/bench_telemetry --help`."""
+"""What does telemetry cost per step? See `scripts/bench_telemetry --help`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from safetrain.telemetry.watch import UpdateRatio
 
 LIMIT = 0.02
 BLOCK = 50
-"""Steps that are timed together: a second, in which everything that is told at intervals happens several times."""
+"""Steps that are timed together: about a second, so that periodic output happens several times."""
 
 
 class Work(nn.Module):
-    """A small network, with as many multiplications beside it as a step of the wanted length takes."""
+    """A small network, with additional multiplications to reach the given step time."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -46,16 +46,16 @@ class Work(nn.Module):
 
 
 class Timed(SafeTrainer):
-    """Takes turns: a block of steps with everyone told, a block with nobody. What telling takes is also timed where it happens."""
+    """Alternates blocks of steps with and without telemetry. Telemetry calls are also timed directly."""
 
-    telling = 0.0
-    """Processor time of the training's own thread in which someone was told something, or looked at the weights for it."""
+    logging_time = 0.0
+    """Processor time of telemetry calls in the training thread, including update ratios."""
     blocks: dict[bool, list[float]]
-    """Processor time of the blocks, of all threads: with everyone told, and with nobody."""
+    """Processor time of the blocks in all threads, with (True) and without (False) telemetry."""
 
     def on_commit(self, view: Any) -> None:
         if view.step == 0:
-            self.told, self.silent = self.run.telemetry, Telemetry()
+            self.active, self.silent = self.run.telemetry, Telemetry()
             self.silent.stepped = lambda record: None  # type: ignore[method-assign]
             self.blocks = {True: [], False: []}
             self.run.stepped = self.timed(self.run.stepped)  # type: ignore[method-assign]
@@ -64,13 +64,13 @@ class Timed(SafeTrainer):
         if (view.step + 1) % BLOCK:
             return
         now = time.process_time()
-        is_told = self.run.telemetry is self.told
+        is_logged = self.run.telemetry is self.active
         if view.step >= 2 * BLOCK:  # the first two warm up
-            self.blocks[is_told].append(now - self.begin)
+            self.blocks[is_logged].append(now - self.begin)
         else:
-            self.telling = 0.0
-        self.run.telemetry = self.silent if is_told else self.told
-        self.told.is_busy = is_told  # nobody looks at the weights then, either
+            self.logging_time = 0.0
+        self.run.telemetry = self.silent if is_logged else self.active
+        self.active.is_busy = is_logged  # also disables the update ratios
         self.begin = time.process_time()
 
     def timed(self, function: Any) -> Any:
@@ -79,14 +79,14 @@ class Timed(SafeTrainer):
             try:
                 return function(*arguments)
             finally:
-                if self.run.telemetry is self.told:
-                    self.telling += time.thread_time() - begin
+                if self.run.telemetry is self.active:
+                    self.logging_time += time.thread_time() - begin
 
         return call
 
 
 def terminal() -> Any:
-    """A file that is a terminal, on which nobody looks."""
+    """A pseudo-terminal whose output is discarded."""
     controller, screen = pty.openpty()
 
     def drain() -> None:
@@ -124,15 +124,15 @@ def main() -> int:
             trainer.fit()
         sys.stdout = stdout
     silent = statistics.median(trainer.blocks[False]) / BLOCK
-    num_told = BLOCK * len(trainer.blocks[True])
-    telling = trainer.telling / num_told
-    share = telling / silent
+    num_logged = BLOCK * len(trainer.blocks[True])
+    logging_time = trainer.logging_time / num_logged
+    share = logging_time / silent
     by_turns = statistics.median(trainer.blocks[True]) / BLOCK / silent - 1
     print(f"a step without telemetry    {1000 * silent:7.3f} ms of processor time")
-    print(f"telling                     {1000 * telling:7.3f} ms")
+    print(f"telemetry                   {1000 * logging_time:7.3f} ms")
     print(f"share of the step           {100 * share:7.2f}%, limit {100 * LIMIT:.0f}%")
     print(
-        f"  by turns                  {100 * by_turns:7.2f}% (told against not told, in blocks; a busy machine disturbs it)"
+        f"  by blocks                 {100 * by_turns:7.2f}% (blocks with against without telemetry; noisy on a busy machine)"
     )
     return 0 if share <= LIMIT else 1
 

@@ -1,4 +1,4 @@
-"""Tries to make safetrain lose something: kills, damaged files, full disks. See `scripts/chaos --help`."""
+"""Fault injection against checkpoints: kills, damaged files, full disks. See `scripts/chaos --help`."""
 
 from __future__ import annotations
 
@@ -16,142 +16,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from safetrain import CheckpointError, SafeTrainer
+from safetrain import CheckpointError
 from safetrain.checkpoint import CheckpointStore
 from safetrain.checkpoint.state import TrainState
+from scripts.chaos_runs import Trainer, finish, in_child, kill, train
 
 ACKNOWLEDGED = "acknowledged.txt"
-
-
-class Samples(torch.utils.data.Dataset):
-    """Fixed random samples; some are NaN, so that guards have something to do."""
-
-    def __init__(self, length: int = 96, bad: tuple[int, ...] = (17, 60)) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(length, 32, generator=generator)
-        self.targets = torch.randn(length, 4, generator=generator)
-        self.inputs[list(bad)] = float("nan")
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], self.targets[index]
-
-
-class Trainer(SafeTrainer):
-    """Everything whose state must survive: dropout, BatchNorm, momentum, a schedule, accumulation, EMA, refusals, backoff."""
-
-    def build_model(self) -> nn.Module:
-        width = 256
-        return nn.Sequential(
-            nn.Linear(32, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.Linear(width, 4)
-        )  # fmt: skip
-
-    def build_scheduler(self, optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-
-    def build_data(self) -> Any:
-        return Samples(), Samples(24, bad=())
-
-    def training_step(self, model: nn.Module, batch: Any) -> Any:
-        inputs, targets = batch
-        return nn.functional.mse_loss(model(inputs), targets)
-
-    def on_incident(self, incident: Any) -> None:
-        self.stream.skip(1)  # a skipped data window
-
-
-def train(run_dir: Path, workers: int, precision: str, background: bool, max_steps: int, cls: type = Trainer) -> None:
-    """Start the run, or go on with it."""
-    config = {
-        "seed": 3,
-        "data": {"batch_size": 4, "num_workers": workers},
-        "loop": {
-            "max_steps": max_steps,
-            "grad_accum": 2,
-            "ema": 0.9,
-            "eval_every": 20,
-            "precision": precision,
-            "device": "cpu",
-        },
-        "guards": {"finite": {"state_every": 10}},
-        "checkpoint": {"every_steps": 4, "snapshot_every": 10, "async": background},
-        "logging": {"console": "off", "tensorboard": False},
-    }
-    cls(config=config, run_dir=run_dir).fit(resume="auto")
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Fork: torch is loaded already, so a run starts at once. The child leads a group of its own, workers included."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        os.setsid()
-        torch.set_num_threads(1)
-        work()
-        code = 0
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def kill(child: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-
-
-def finish(child: int, seconds: float = 300.0) -> int:
-    """The child's exit code."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    kill(child)
-    os.waitpid(child, 0)
-    raise TimeoutError(f"process {child} did not end within {seconds:.0f} s")
 
 
 # ---- kills ------------------------------------------------------------------------------------------------------------
 
 
-def acknowledging(run_dir: Path) -> None:
-    """Have this process note each checkpoint when its save has returned, in a file that survives it."""
+def log_saves(run_dir: Path) -> None:
+    """Makes this process log each checkpoint whose save has returned, in a file that survives the process."""
     write = CheckpointStore.write
 
-    def noted(self: CheckpointStore, *arguments: Any) -> Path:
+    def logged(self: CheckpointStore, *arguments: Any) -> Path:
         path = write(self, *arguments)
         descriptor = os.open(run_dir.parent / ACKNOWLEDGED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, f"{path.name}\n".encode())
         os.close(descriptor)
         return path
 
-    CheckpointStore.write = noted  # type: ignore[method-assign]
+    CheckpointStore.write = logged  # type: ignore[method-assign]
 
 
 def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: random.Random) -> dict[str, int]:
-    """Train with `num_kills` SIGKILLs, then to the end. Every other kill waits for a save to be under way."""
+    """Train with `num_kills` SIGKILLs, then to the end. Every other kill waits until a save is in progress."""
     store = CheckpointStore(run_dir / "checkpoints")
     counts = {"kills": 0, "while_saving": 0, "too_late": 0, "unloadable": 0, "lost": 0}
 
     def work() -> None:
-        acknowledging(run_dir)
+        log_saves(run_dir)
         train(run_dir, *variant)
 
     while counts["kills"] < num_kills:
@@ -166,10 +68,10 @@ def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: ran
         kill(child)
         with contextlib.suppress(ChildProcessError):
             counts["too_late"] += os.WIFEXITED(os.waitpid(child, 0)[1])
-        counts["while_saving"] += any(store.directory.glob(f".step-*.{child}.tmp"))  # what it left half done
+        counts["while_saving"] += any(store.directory.glob(f".step-*.{child}.tmp"))  # unfinished temporary directories
         counts["kills"] += 1
-        noted = run_dir.parent / ACKNOWLEDGED
-        acknowledged = noted.read_text().split() if noted.exists() else []
+        log = run_dir.parent / ACKNOWLEDGED
+        acknowledged = log.read_text().split() if log.exists() else []
         try:
             newest = store.load_newest()
         except CheckpointError as error:
@@ -184,7 +86,7 @@ def killed_run(run_dir: Path, variant: tuple[Any, ...], num_kills: int, rng: ran
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two finished runs, of all that must not."""
+    """The differences between two finished runs that must be identical."""
     states = []
     for run_dir in (one, other):
         loaded = CheckpointStore(run_dir / "checkpoints").load_newest()
@@ -222,7 +124,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _value_differences(left: Any, right: Any, path: str) -> Iterator[str]:
     if path.endswith((".seconds", ".journal_position", ".time")) or ".timing." in path:
-        return  # clocks, and the size of the journal: a resume is an event of its own in it
+        return  # times, and the size of the journal, which also records each resume
     if isinstance(left, torch.Tensor):
         if not _same_bits(left, right):
             yield path
@@ -312,7 +214,7 @@ def damage(directory: Path, num_flips: int, seed: int) -> bool:
 
 @contextlib.contextmanager
 def small_disk(directory: Path, megabytes: int) -> Iterator[bool]:
-    """A file system of that size at `directory`, if this user may mount one."""
+    """A file system of `megabytes` at `directory`, if this user may mount one."""
     directory.mkdir(parents=True)
     options = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(directory)]
     mounted = bool(shutil.which("mount")) and subprocess.run(options, capture_output=True, check=False).returncode == 0
@@ -320,13 +222,12 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(
-                ["umount", "--lazy", str(directory)], check=True
-            )  # tensors may still be mapped from its files
+            # lazy: tensors may still be mapped from its files
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 def fill(directory: Path, leave: int) -> Path:
-    """A file that leaves so many bytes free."""
+    """A file that leaves `leave` bytes free."""
     filler = directory / "filler"
     free = shutil.disk_usage(directory).free
     with open(filler, "wb") as file:
@@ -335,7 +236,7 @@ def fill(directory: Path, leave: int) -> Path:
 
 
 def full_disk(directory: Path, num_stages: int) -> bool:
-    """Saves with less and less room, by a small file system or, where none can be mounted, by a limit on the size of files."""
+    """Saves with less and less free space, on a small file system or, where none can be mounted, with a file size limit."""
     good, outcomes = True, {"written": 0, "refused": 0}
     with small_disk(directory / "full", 24) as mounted:
         run_dir = directory / "full" / "run"
@@ -348,26 +249,24 @@ def full_disk(directory: Path, num_stages: int) -> bool:
         for stage in range(num_stages):
             leave = size * stage // (num_stages - 1)
             before = [path.name for path in store.paths()]
-            code = _save_with_room(store, loaded.state, leave, mounted, directory / "full")
+            code = _save_with_space(store, loaded.state, leave, mounted, directory / "full")
             outcomes["written" if code == 0 else "refused"] += 1
             after = store.load_newest()
             lost = set(before) - {path.name for path in store.paths()}
             left_over = list(store.directory.glob(".*.tmp"))
             if code not in (0, 7) or lost or left_over or after is None or after.passed_over:
-                print(
-                    f"with {leave} bytes of room: exit code {code}, lost {lost}, left over {left_over}", file=sys.stderr
-                )
+                print(f"with {leave} bytes free: exit code {code}, lost {lost}, left over {left_over}", file=sys.stderr)
                 good = False
         good = _trains_through_a_full_disk(directory / "full", mounted) and good
-    how = "a small file system" if mounted else "a limit on the size of files"
+    how = "a small file system" if mounted else "a file size limit"
     print(
         f"full disk ({how}): {outcomes['refused']} saves refused, {outcomes['written']} written, {'nothing lost' if good else 'FAILED'}"
     )
     return good
 
 
-def _save_with_room(store: CheckpointStore, state: TrainState, leave: int, mounted: bool, disk: Path) -> int:
-    """0: written. 7: an OSError was raised. In a child, because a limit on file sizes cannot be taken back."""
+def _save_with_space(store: CheckpointStore, state: TrainState, leave: int, mounted: bool, disk: Path) -> int:
+    """0: written. 7: an OSError was raised. In a child, because a file size limit cannot be raised again."""
     filler = fill(disk, leave) if mounted else None
 
     def work() -> None:
@@ -395,13 +294,13 @@ def limit_file_sizes(num_bytes: int) -> None:
 
 
 def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
-    """Training goes on while the disk is full, and saves again when there is room: in the end nothing is missing."""
+    """Training continues while the disk is full, and saves again when there is space; no step is missing."""
     run_dir = disk / "through"
     reports = disk.parent / "through.txt"
 
     def work() -> None:
-        said = io.StringIO()  # a file could not be written to, either
-        logging.basicConfig(stream=said)
+        messages = io.StringIO()  # not a file, because the disk is full
+        logging.basicConfig(stream=messages)
 
         class Filling(Trainer):
             filler: Path | None = None
@@ -419,7 +318,7 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
                         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
         train(run_dir, 0, "fp32", False, 30, Filling)
-        reports.write_text(said.getvalue())
+        reports.write_text(messages.getvalue())
 
     code = finish(in_child(work))
     text = (run_dir / "journal.jsonl").read_text()
@@ -435,16 +334,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("what", nargs="*", choices=["kills", "damage", "full-disk", []], help="default: all of them")
     parser.add_argument(
-        "--kills", type=int, default=36, help="SIGKILLs in all, half of them while a checkpoint is being written"
+        "--kills", type=int, default=36, help="number of SIGKILLs, half of them while a checkpoint is written"
     )
     parser.add_argument(
-        "--flips", type=int, default=300, help="random bit flips, spread over the files of a checkpoint"
+        "--flips", type=int, default=300, help="random bit flips, distributed over the files of a checkpoint"
     )
     parser.add_argument("--stages", type=int, default=40, help="amounts of free space to save with")
     parser.add_argument("--steps", type=int, default=120, help="length of the runs that are killed")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument(
-        "--directory", type=Path, help="where to work (default: a temporary directory, removed if all is well)"
+        "--directory", type=Path, help="where to work (default: a temporary directory, removed on success)"
     )
     arguments = parser.parse_args()
     what = arguments.what or ["kills", "damage", "full-disk"]

@@ -5,6 +5,7 @@
                                                   `Class:fit,step` shows only these of its methods
     <!-- generated: commands -->                  every command with its options
     <!-- generated: checks -->                    every check of `safetrain check`
+    <!-- generated: walk --max-depth 2 -->        what scripts/walk prints with these options
     <!-- end generated -->
 
 `docs/lint.md` is made whole, from the rules.
@@ -18,6 +19,7 @@ import functools
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -70,6 +72,8 @@ def generated(what: str) -> str:
         return commands()
     if kind == "checks":
         return checks()
+    if kind == "walk":
+        return walk(*rest)
     raise ValueError(f"nothing can be generated for {what!r}")
 
 
@@ -108,24 +112,36 @@ def checks() -> str:
     return "\n".join([*head, *rows, ""])
 
 
+# ---- the walk of a step --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def walk(*options: str) -> str:
+    """In a process of its own: a profiler sees everything that the process does."""
+    command = [sys.executable, str(ROOT / "scripts" / "walk.py"), *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return f"<!-- drawing -->\n```text\n{done.stdout}```\n"
+
+
 # ---- the API -------------------------------------------------------------------------------------------------------
 
 
 def api(module_name: str, names: list[str]) -> str:
     module = importlib.import_module(module_name)
-    return "\n".join(_entry(module, name) for name in names or module.__all__)
+    return "\n".join(_entry(module, module_name, name) for name in names or module.__all__)
 
 
-def _entry(module: Any, wanted: str) -> str:
+def _entry(module: Any, path: str, wanted: str) -> str:
+    """`path` is what users import, also where the module lies elsewhere in the package."""
     name, _, members = wanted.partition(":")
     thing = getattr(module, name)
     lines = [f"### {name}", ""]
     if inspect.isclass(thing):
-        lines += [f"`class {module.__name__}.{name}{_signature(thing)}`", "", *_class(thing, members)]
+        lines += [f"`class {path}.{name}{_signature(thing)}`", "", *_class(thing, members)]
     elif callable(thing):
-        lines += [f"`{module.__name__}.{name}{_signature(thing)}`", "", *_text(inspect.getdoc(thing) or "")]
+        lines += [f"`{path}.{name}{_signature(thing)}`", "", *_text(inspect.getdoc(thing) or "")]
     else:
-        lines += [f"`{module.__name__}.{name}`", "", *_text(inspect.getdoc(thing) or "")]
+        lines += [f"`{path}.{name}`", "", *_text(inspect.getdoc(thing) or "")]
     return "\n".join([*lines, ""]).replace("\n\n\n", "\n\n")
 
 

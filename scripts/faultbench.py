@@ -1,4 +1,4 @@
-"""Faults × policies × tasks, against the run without the fault with the same seed. See scripts/faultbench."""
+"""Faults × policies × tasks, compared with the same run without the fault. See scripts/faultbench."""
 
 from __future__ import annotations
 
@@ -21,143 +21,13 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.char_gpt import CharGPT, Documents, document_loss
-from recipes.shared.datasets import read_columns
 from safetrain import SafeTrainer, TrainingStopped
+from scripts.faultbench_tasks import STEPS, TASKS, Task
 
-STEPS = 300
 K = 120
-"""The step at which faults strike."""
-
-
-# ---- tasks ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Task:
-    model: nn.Module
-    loss: Callable[[nn.Module, Any], Any]
-    batches: list[Any]
-    evaluation: Any
-    lr: float
-    inputs: Callable[[Any], Tensor]
-    """The floating-point or token tensor of a batch that faults are planted in."""
-    spoil: Callable[[Any], Any]
-    """A batch that is finite and wrong."""
-
-
-class Scaled(nn.Module):
-    """Computes what the inner layer computes, by way of numbers that half precision cannot hold."""
-
-    def __init__(self, inner: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.inner, self.factor = inner, factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) * self.factor) / self.factor
-
-
-def mlp(seed: int, overflowing: bool) -> Task:
-    random = torch.Generator().manual_seed(seed)
-    directions = torch.randn(16, 2, generator=random) / 4
-
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(size, 16, generator=random)
-        return x, torch.tanh(x @ directions).sum(1, keepdim=True) + 0.5 * torch.randn(size, 1, generator=random)
-
-    torch.manual_seed(seed)
-    middle: nn.Module = nn.Linear(64, 64)
-    middle = Scaled(middle, 1e6) if overflowing else middle
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), middle, nn.ReLU(), nn.Linear(64, 1))
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0]).float(), batch[1])
-
-    def spoil(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0], 20.0 - 20.0 * batch[1]
-
-    return Task(model, loss, [batch(64) for _ in range(STEPS)], batch(4096), 5e-3, lambda b: b[0], spoil)
-
-
-def convnet(seed: int, overflowing: bool) -> Task:
-    columns = read_columns("digits")
-    images, labels = (
-        torch.from_numpy(columns["images"]).float().reshape(-1, 1, 8, 8) / 16,
-        torch.from_numpy(columns["labels"]).long(),
-    )
-    random = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(images), generator=random)
-    train, held_out = order[:1437], order[1437:]
-
-    def batch(indices: Tensor) -> tuple[Tensor, Tensor]:
-        return images[indices].clone(), labels[indices].clone()
-
-    torch.manual_seed(seed)
-    last: nn.Module = nn.Linear(32 * 4, 10)
-    last = Scaled(last, 1e6) if overflowing else last
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), last),
-    )
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).float(), batch[1], label_smoothing=0.1)
-
-    def spoil(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0] * 8.0, (batch[1] + 3) % 10
-
-    batches = [batch(train[torch.randint(len(train), (48,), generator=random)]) for _ in range(STEPS)]
-    return Task(model, loss, batches, batch(held_out), 3e-3, lambda b: b[0], spoil)
-
-
-class EmbeddedGPT(CharGPT):
-    """The GPT with a scale on its embeddings, so that faults can be planted in floating-point inputs."""
-
-    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens)
-        x = (x if scale is None else x * scale[:, None, None]) + self.position_embedding(positions)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def gpt(seed: int, overflowing: bool) -> Task:
-    context, size = 32, 24
-    train, held_out = Documents("train", context, size * STEPS), Documents("eval", context, 256)
-    random = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(train), generator=random).tolist()
-
-    def batch(data: Documents, indices: Any) -> dict[str, Tensor]:
-        tokens = torch.stack([data[i]["tokens"] for i in indices])
-        return {"tokens": tokens, "scale": torch.ones(len(tokens))}
-
-    torch.manual_seed(seed)
-    model = EmbeddedGPT(context, width=32)
-    if overflowing:
-        model.blocks[1].mlp[2] = Scaled(model.blocks[1].mlp[2], 1e6)
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        def scaled(tokens: Tensor) -> Tensor:
-            return model(tokens, batch["scale"]).float()
-
-        return document_loss(scaled, batch)["loss"]  # type: ignore[arg-type]
-
-    def spoil(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            **batch,
-            "tokens": torch.randint(1, 96, batch["tokens"].shape, generator=random),
-            "scale": batch["scale"],
-        }
-
-    batches = [batch(train, order[i * size : (i + 1) * size]) for i in range(STEPS)]
-    return Task(model, loss, batches, batch(held_out, range(256)), 3e-3, lambda b: b["scale"], spoil)
-
-
-TASKS = {"gpt": gpt, "mlp": mlp, "convnet": convnet}
+"""The step at which faults are injected."""
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
@@ -165,7 +35,7 @@ TASKS = {"gpt": gpt, "mlp": mlp, "convnet": convnet}
 
 @dataclass
 class Fault:
-    """What is done to a run. `batches` is changed before it, `after` runs after each committed step, by attempted step."""
+    """What is injected. `batches` changes the data before the run; `after` is called after each committed step."""
 
     batches: Callable[[Task], None] = lambda task: None
     after: Callable[[SafeTrainer, int], None] = lambda trainer, step: None
@@ -176,7 +46,7 @@ class Fault:
     overflowing: bool = False
     dies_at: int | None = None
     within: float = 0.02
-    """How much worse than without the fault the run may end, with the default policy."""
+    """How much worse the run may end than without the fault, with the default policy."""
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,7 +65,7 @@ def outlier(task: Task) -> None:
 
 def poisoned(task: Task) -> None:
     for index in range(K, K + 20):
-        task.batches[index] = task.spoil(task.batches[index])
+        task.batches[index] = task.corrupt(task.batches[index])
 
 
 def flip(value: float) -> Callable[[SafeTrainer, int], None]:
@@ -218,7 +88,7 @@ def moment(value: float) -> Callable[[SafeTrainer, int], None]:
 
 
 class Once:
-    """A NaN that comes once and does not come again when the same step is repeated."""
+    """A transient NaN, which does not reproduce when the step is repeated."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -266,7 +136,7 @@ class Died(Exception):
     pass
 
 
-class Afflicted(SafeTrainer):
+class FaultyTrainer(SafeTrainer):
     fault: Fault
     task: Task
 
@@ -311,7 +181,7 @@ def run(task_name: str, fault: Fault, policy: dict[str, Any], seed: int) -> Outc
     return Outcome(loss, note, len(result.incidents), time.perf_counter() - begin)
 
 
-def _trainer(task: Task, model: nn.Module, fault: Fault, policy: dict[str, Any], directory: Path) -> Afflicted:
+def _trainer(task: Task, model: nn.Module, fault: Fault, policy: dict[str, Any], directory: Path) -> FaultyTrainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     config = {
@@ -320,7 +190,7 @@ def _trainer(task: Task, model: nn.Module, fault: Fault, policy: dict[str, Any],
         "loop": {"max_steps": STEPS, "precision": fault.precision},
         "logging": {"console": "off", "tensorboard": False},
     }
-    trainer = Afflicted(
+    trainer = FaultyTrainer(
         model, optimizer=optimizer, scheduler=scheduler, train_data=task.batches, config=config, run_dir=directory
     )
     trainer.fault, trainer.task = fault, task
@@ -393,7 +263,7 @@ def _row(
 
 
 def _table(rows: list[dict[str, Any]], policies: list[str]) -> str:
-    """Final evaluation loss against the run without a fault: the worst seed of each."""
+    """Final evaluation loss relative to the run without the fault, for the worst seed."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = [
         "| fault | " + " | ".join(f"{task}: {policy}" for task in tasks for policy in policies) + " |",

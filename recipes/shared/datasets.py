@@ -1,6 +1,6 @@
-"""The data sets that several recipes train on: the shipped ones, and files of your own.
+"""Data sets that several recipes share: the shipped ones, and your own files.
 
-Where the shipped data comes from is told in `SOURCES.md` beside this file. Nothing is downloaded.
+The sources of the shipped data are in `SOURCES.md`. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def holdout(num_rows: int, split: str) -> np.ndarray:
 
 
 def one_batch(data: Dataset[Any]) -> list[Any]:
-    """All samples as a single batch, for metrics that are no mean over samples (R², recall, distances)."""
+    """All samples as a single batch, for metrics that are not means over samples (R², recall, distances)."""
     return [default_collate([data[i] for i in range(len(data))])]  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def column(source: str, name: str) -> np.ndarray:
 
 class Table(Dataset[tuple[Tensor, Tensor]]):
     """Rows of (features, target). Features are standardised by the training rows' mean and deviation; so is the target of a
-    regression (`standardize_target`). `missing_rows` lists training rows whose first feature is empty, as in many a CSV file.
+    regression (`standardize_target`). `missing_rows` lists training rows whose first feature is missing (NaN).
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     `source` is `digits` (shipped, 1×8×8), or a folder with one folder of image files per class, which needs Pillow. A source
     with folders `train` and `eval` is split by these; otherwise every fifth image is for `eval`. `size` resizes to a square,
-    and images of different sizes need it. `num_images` keeps only the first so many. `raw` lists images that were left as a
-    scanner's 16-bit values, 0…65535; `true` means all of them.
+    and images of different sizes need it. `num_images` keeps only the first ones. `raw` lists images with unscaled 16-bit
+    values, 0…65535; `true` means all of them.
     """
 
     def __init__(

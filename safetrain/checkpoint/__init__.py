@@ -1,4 +1,4 @@
-"""The training state on disk: written whole or not at all, and verified before it is believed."""
+"""The training state on disk: written atomically, and verified when it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""May a run go on with another config than it began with?"""
+"""Which config keys may change between a run and its resume."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FREE = (
     *("loop.max_steps", "loop.max_epochs", "loop.max_hours", "loop.eval_every", "loop.monitor*", "loop.log_every"),
     *("loop.device", "loop.host_read_every", "loop.strategy", "loop.shard_blocks", "data.sharded"),
 )
-"""Keys that may change: how long to train, and what is watched, saved and shown. The model, the order of the data, what a
-step computes and what the saved state is made of do not depend on them."""
+"""Keys that may change: the length of the training, and what is watched, saved and logged. They affect neither the model,
+nor the order of the data, nor what a step computes, nor the contents of the saved state."""
 
 SAVED = ("optimizer.", "scheduler.")
-"""Keys whose values are part of the saved state, which is what a forced resume goes on with."""
+"""Keys whose values are part of the saved state: a forced resume uses the saved values."""
 
 
 def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """Every value that differs, by its dotted key: before and after."""
+    """Every value that differs, by its dotted key: (before, after)."""
     old, new = dict(_leaves(to_dict(before))), dict(_leaves(to_dict(after)))
     missing = object()
     return {
@@ -34,7 +34,7 @@ def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def check_changes(before: Config, after: Config, force: bool) -> list[str]:
-    """One line for each change. Raises ConfigError if one would not go on with the same training, unless `force`."""
+    """One line for each change. Raises ConfigError if one of them changes the training itself, unless `force`."""
     found = changes(before, after)
     lines = {key: f"{key}: {old!r} -> {new!r}" for key, (old, new) in found.items()}
     refused = [line for key, line in lines.items() if not any(fnmatch(key, pattern) for pattern in FREE)]
@@ -45,19 +45,19 @@ def check_changes(before: Config, after: Config, force: bool) -> list[str]:
                 for line in refused
             ]
         )
-    kept = " (not applied: the state that was saved goes on with its own)"
-    told = [f"{line}{kept if key.startswith(SAVED) else ''}" for key, line in lines.items()]
+    kept = " (not applied: the saved state has its own value)"
+    messages = [f"{line}{kept if key.startswith(SAVED) else ''}" for key, line in lines.items()]
     planned, now = found.get("loop.max_steps", (None, None))
-    return [*told, *_outlived(after, planned, now)]
+    return [*messages, *_schedule_too_short(after, planned, now)]
 
 
-def _outlived(config: Config, planned: int | None, now: int | None) -> Iterator[str]:
-    """Settings of the schedule that were the length of the run, and are not any more."""
+def _schedule_too_short(config: Config, planned: int | None, now: int | None) -> Iterator[str]:
+    """Settings of the schedule that were the length of the run, which is longer now."""
     if planned is None or now is None or now <= planned:
         return
     for key, value in _leaves(to_dict(config).get("scheduler") or {}):
         if value == planned:
-            yield f"scheduler.{key} is still {value}: the schedule was made for so many steps, look at the learning rate beyond"
+            yield f"scheduler.{key} is still {value}: the schedule ends there, check the learning rate of the steps after it"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

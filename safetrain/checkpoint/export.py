@@ -1,4 +1,4 @@
-"""Weights out of a run, for programs that know nothing of safetrain."""
+"""Exports the weights of a run to a safetensors file, for use without safetrain."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Exported:
 
 
 def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> Exported:
-    """One safetensors file with all keys of the model's state_dict, out of a verified checkpoint.
+    """Write one safetensors file with all keys of the model's state_dict, from a verified checkpoint.
 
-    `which`: "best", "last" or "ema" (of the newest); None is the best if the run was evaluated, else the last.
+    `which`: "best", "last" or "ema" (the newest moving average); None: "best" if the run was evaluated, else "last".
     """
     store = CheckpointStore(existing_run_dir(run_dir) / CHECKPOINTS)
     if which is None:
@@ -45,7 +45,7 @@ def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> 
         save_file(weights, path, metadata={"format": "pt", "checkpoint": loaded.path.name, "which": which})
         before = checksum(path)
     if checksum(out) != before or load_file(out).keys() != weights.keys():
-        raise CheckpointError(f"{out} is not what was written.\nTo fix: check the disk, and export again.")
+        raise CheckpointError(f"{out} does not read back as written.\nTo fix: check the disk, and export again.")
     return Exported(which, loaded.path.name, len(weights), out.stat().st_size)
 
 

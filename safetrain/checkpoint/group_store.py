@@ -1,8 +1,8 @@
-"""Checkpoints of a run in several processes: one for all, and all of them know whether it is there.
+"""Checkpoints of a run in several processes: one for all, and it succeeds or fails on all of them.
 
-The first process writes what all have alike; of a state that is spread over the processes each writes its own part. Beside
-that goes what is different in each: random state, data cursor, and the buffers of a model that is spread. A checkpoint gets
-its final name when every part is on disk. What goes wrong in one process is raised in all of them, so nobody waits.
+Rank 0 writes what is the same on all processes; of a sharded state each process writes its own shard. What differs between
+processes is saved too: random state, data cursor, and the buffers of a sharded model. A checkpoint gets its final name
+when every shard is on disk. An error of one process is raised on all of them, so that none is left waiting.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.collective import by_first, gather, num_processes, process_rank, together
+from ..distributed.comm import by_first, gather, num_processes, process_rank, together
 from ..errors import CheckpointError
-from ..step.audit import peaks_of, problems_in
 from ..tensors.sharded import is_spread
 from .manifest import NAME, Manifest, read_manifest
-from .shards import METADATA, write_part
+from .shards import METADATA, write_shards
+from .soundness import peaks_of, problems_in
 from .state import TrainState
 from .store import REST, BadState, CheckpointStore, Loaded, read_rest, sync_directory, write_bytes, write_rest
 from .tensorfile import is_storable
 
 
 class GroupStore(CheckpointStore):
-    """Every process calls `write` and `load_newest`, at the same point of the run. The rest is done by the first alone."""
+    """Every process calls `write` and `load_newest`, at the same point of the run. All else is done by rank 0 alone."""
 
     def __init__(self, directory: Path, timeout_seconds: float) -> None:
         super().__init__(directory)
-        # Its own: a save in the background must not get between the collectives of the training itself.
+        # A group of its own: a background save must not interleave with the collectives of the training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     # ---- writing -----------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class GroupStore(CheckpointStore):
             raise BadState(found)
         final, temporary = by_first(lambda: self._begin(about["step"]), self._group)
         try:
-            files = together(lambda: write_part(temporary, state.tensors, self._group), self._group)
+            files = together(lambda: write_shards(temporary, state.tensors, self._group), self._group)
             by_first(lambda: _publish(temporary, final, state, about, files), self._group)
         finally:
             if process_rank() == 0:
@@ -91,7 +91,7 @@ class GroupStore(CheckpointStore):
         return loaded
 
     def _load_together(self, path: Path) -> Loaded:
-        """Raises the same error everywhere."""
+        """Raises the same error on all processes."""
         manifest = by_first(lambda: read_manifest(path), self._group)
         if METADATA not in manifest.files:
             return self._load_from_first(path)
@@ -101,7 +101,7 @@ class GroupStore(CheckpointStore):
         return Loaded(path, manifest, TrainState({}, rest, shards=path))
 
     def _load_from_first(self, path: Path) -> Loaded:
-        """Read by the first process and sent to the others, who need not see its disk."""
+        """Rank 0 reads and broadcasts: the others need not have access to its disk."""
         found: list[Loaded] = []
 
         def load() -> tuple[Manifest, dict[str, Any], dict[str, Any]]:
@@ -126,7 +126,7 @@ class GroupStore(CheckpointStore):
 
 
 def open_store(directory: Path, timeout_seconds: float) -> CheckpointStore:
-    """For as many processes as there are; all must open it."""
+    """The store for this number of processes; all of them must open it."""
     return CheckpointStore(directory) if num_processes() == 1 else GroupStore(directory, timeout_seconds)
 
 
@@ -136,8 +136,8 @@ def _publish(
     files = {name: entry for part in parts for name, entry in part.items()}
     if sorted(files) != sorted(path.name for path in temporary.iterdir()):
         raise CheckpointError(
-            f"the parts of a checkpoint are not all in {temporary.parent}: the processes do not see the same disk.\n"
-            "To fix: give a run directory (--out or run_dir) on a disk that all of them share."
+            f"the shards of a checkpoint are not all in {temporary.parent}: the processes do not see the same disk.\n"
+            "To fix: choose a run directory (--out or run_dir) on a file system that all of them share."
         )
     files[REST] = write_rest(temporary / REST, state.rest, {})
     write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())

@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint: what it is, and the size and checksum of each of its files and of itself."""
+"""`manifest.json` of a checkpoint: step, epoch, metric, and the size and checksum of each of its files and of itself."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ NAME = "manifest.json"
 
 
 class Damaged(Exception):
-    """A checkpoint that is not as it was written; the message says what is wrong with it."""
+    """A checkpoint is not as it was written; the message says what is wrong with it."""
 
 
 class UnknownSchema(Damaged):
-    """A sound checkpoint of a format that this version does not know."""
+    """An intact checkpoint of a format that this version does not know."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    """Attempted steps before it."""
+    """Number of attempted steps."""
     num_committed: int
     epoch: int
     time: str
     version: str
     """Of safetrain."""
     metric: float | None = None
-    """`loop.monitor` of an evaluation at this very step."""
+    """`loop.monitor`, if there was an evaluation at exactly this step."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`bytes` and `xxh3_128` of each file, by its name."""
     schema: int = SCHEMA
@@ -56,13 +56,13 @@ class Manifest:
                 if (size := path.stat().st_size) != expected["bytes"]:
                     raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
                 if checksum(path) != expected["xxh3_128"]:
-                    raise Damaged(f"{name} is not what was written (its checksum differs)")
+                    raise Damaged(f"{name} does not match its checksum")
             except OSError as error:
                 raise Damaged(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises Damaged, or UnknownSchema when it is sound but of another format."""
+    """Raises Damaged, or UnknownSchema when it is intact but of another format."""
     try:
         text = (directory / NAME).read_bytes().decode()
         body = json.loads(text)
@@ -72,11 +72,11 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{NAME} is not valid JSON") from error
     if not sound:
-        raise Damaged(f"{NAME} is not what was written (its checksum differs)")
+        raise Damaged(f"{NAME} does not match its checksum")
     if body.get("schema") != SCHEMA:
         raise UnknownSchema(
             f"its format has the version {body.get('schema')} (written by safetrain {body.get('version')}), and this safetrain "
-            f"knows only {SCHEMA}"
+            f"can read only version {SCHEMA}"
         )
     try:
         fields = {f.name: body[f.name] for f in dataclasses.fields(Manifest)}
@@ -91,7 +91,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of a file: 128 bits, and fast enough not to be noticed beside the writing."""
+    """128-bit XXH3 of a file: fast enough to cost nothing next to writing it."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return xxhash.xxh3_128(b"").hexdigest()

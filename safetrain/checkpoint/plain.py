@@ -1,4 +1,4 @@
-"""Values out of types that `torch.load(weights_only=True)` accepts, and back: what is loaded can never run code."""
+"""Converts values to types that `torch.load(weights_only=True)` accepts, and back: loading can never run code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Rebuilt = TypeVar("Rebuilt")
 
 
 def to_loadable(value: Any, where: str) -> Any:
-    """A copy of the value; deques and arrays get a tag by which `from_loadable` makes them again.
+    """A copy of the value; deques and arrays are tagged so that `from_loadable` can restore them.
 
-    `where` names the owner of the value in the error that is raised for a type nobody could load again safely.
+    `where` names the owner of the value in the error that is raised for a type that cannot be loaded safely.
     """
     if type(value) in _PLAIN:
         return value
@@ -49,7 +49,7 @@ def to_loadable(value: Any, where: str) -> Any:
         }
     if type(value) in (list, tuple, set):
         return type(value)(to_loadable(item, where) for item in value)
-    if isinstance(value, tuple):  # named ones
+    if isinstance(value, tuple):  # a namedtuple
         return tuple(to_loadable(item, where) for item in value)
     if isinstance(value, (bool, int, float, str)):  # enums and other subclasses of plain types
         return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
@@ -58,13 +58,13 @@ def to_loadable(value: Any, where: str) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     raise UsageError(
-        f"{where} holds a {type(value).__name__}, which cannot be saved so that it is safe to load.\n"
+        f"{where} holds a {type(value).__name__}, which cannot be saved in a form that is safe to load.\n"
         "To fix: let its state_dict() return numbers, strings, tensors, lists and dicts only, or set checkpoint.enabled=false."
     )
 
 
 def from_loadable(value: Any) -> Any:
-    """What `to_loadable` was given."""
+    """The inverse of `to_loadable`."""
     if isinstance(value, dict):
         kind = value.get(_TAG)
         if kind == "array":
@@ -78,7 +78,7 @@ def from_loadable(value: Any) -> Any:
 
 
 def rebuild(cls: type[Rebuilt], fields: Mapping[str, Any]) -> Rebuilt:
-    """A dataclass instance from what `dataclasses.asdict` made of it; fields it no longer has are left out."""
+    """The inverse of `dataclasses.asdict`; fields that the class no longer has are dropped."""
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     return cls(**{name: _rebuild_value(hints[name], value) for name, value in fields.items() if name in known})

@@ -1,4 +1,4 @@
-"""Keeps what a run must not lose: checkpoints on disk, and snapshots in memory to roll back to.
+"""When the state of a run is saved, which checkpoints are kept, and where a rollback goes.
 
 Changes no number: with or without it, and however often it saves, the weights come out the same.
 """
@@ -9,88 +9,114 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .. import __version__
+from ..config.schema import Config
+from ..core.result import FitResult
 from ..core.rundir import CHECKPOINTS
 from ..core.verdict import Action, Verdict
-from ..distributed.collective import by_first, gather, num_processes, of_first, process_rank
+from ..data.stream import BatchStream
+from ..distributed.comm import gather, num_processes, of_first, process_rank
 from ..errors import CheckpointError, UsageError
 from . import BadState, Manifest, Saver, open_store, save_weights
 from .manifest import Damaged, read_manifest
 from .snapshots import SnapshotAudit, SnapshotRing
-from .state import TrainState, check_dense
-
-if TYPE_CHECKING:
-    from ..trainer.trainer import SafeTrainer
+from .state import Stateful, TrainingParts, TrainState, check_dense
+from .store import Loaded
 
 MEMORY_SHARE = 0.25
 """Of the machine's memory that snapshots may take."""
 
 
-class Keeper:
-    def __init__(self, trainer: SafeTrainer) -> None:
-        self._trainer, self._run = trainer, trainer.run
-        self._config = trainer.config.checkpoint
+class RunRecord(Protocol):
+    """The record of a run, as far as saving concerns it."""
+
+    result: FitResult
+    shared_dir: Path
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def num_refusals(self) -> int: ...
+
+    def phase(self, name: str, doing: str) -> AbstractContextManager[None]: ...
+
+    def saving(self) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None: ...
+
+
+class CheckpointPolicy:
+    """What is wrong with the state, when it is about to be saved, is returned as a verdict: the caller recovers or stops."""
+
+    def __init__(
+        self, config: Config, parts: TrainingParts, stream: BatchStream, run: RunRecord, progress: Stateful
+    ) -> None:
+        """`progress`: what a resume needs in addition to the parts, and a rollback leaves where it is."""
+        self._config, self._loop = config.checkpoint, config.loop
+        self._parts, self._stream, self._run, self._progress = parts, stream, run, progress
         self.snapshots = SnapshotRing(self._config.snapshots, self._config.trust_after)
         self.rejected: dict[str, str] = {}
         """What was wrong with the state when the last snapshot was due; empty if it was taken."""
-        self._store = open_store(self._run.shared_dir / CHECKPOINTS, trainer.config.loop.rank_timeout_seconds)
-        self._saver = None
-        if self._config.enabled:
-            self._saver = Saver(self._store, self._config.async_, self._published, self._tidy)
+        self._store = open_store(run.shared_dir / CHECKPOINTS, config.loop.rank_timeout_seconds)
+        self._saver = (
+            Saver(self._store, self._config.async_, self._published, self._tidy) if self._config.enabled else None
+        )
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
         self._seen = (0, 0)
         self._is_finishing = False
-        self.needs_warm_up = False
-        """A pass through the model has to come before the first step."""
 
     # ---- between steps -----------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, resumed: Loaded | None) -> Verdict | None:
         """Take up the state resumed from, or save the one that the run starts with: that it can be saved is known at once."""
         if self._saver is not None or self._config.snapshot_every is not None or self._config.save_final:
-            check_dense(self._trainer.model)
-        if (resumed := self._run.resumed) is not None:
-            resumed.state.restore_progress(self._trainer)
-            resumed.state.restore_training(self._trainer)
-            resumed.state.tensors.clear()  # they are the trainer's now; no need for two copies
-            self._run.write_config()
+            check_dense(self._parts.model)
+        problem = None
+        if resumed is not None:
+            resumed.state.restore_progress(self._progress)
+            resumed.state.restore_training(self._parts)
+            resumed.state.tensors.clear()  # they are the model's now; no need for two copies
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
-            # The sum of two numbers is the same in any order.
-            is_ordered = self._trainer.engine.replicas is not None and resumed.state.rest.get("ddp_has_order")
-            self.needs_warm_up = num_processes() > 2 and bool(is_ordered)
         else:
-            self._run.write_config()
-            self.save(required=True)
+            problem = self.save(required=True)
         self._seen = (self._run.result.steps, self._run.num_refusals)
-        if self._config.snapshot_every is not None:
-            self._take_snapshot()
+        if problem is None and self._config.snapshot_every is not None:
+            problem = self._take_snapshot()
+        return problem
 
-    def after_step(self) -> None:
-        """Save and copy what is due. Costs a few comparisons when nothing is."""
+    def after_step(self, settle: Callable[[], object]) -> Verdict | None:
+        """Save and copy what is due. Costs a few comparisons when nothing is. `settle`: called before."""
         self._count_steps()
         steps = self._run.result.steps
         every = self._config.snapshot_every
         if every is not None and steps // every > self._snapshot_steps // every:
-            self._trainer._settle()
-            self._take_snapshot()
+            settle()
+            if (problem := self._take_snapshot()) is not None:
+                return problem
         if self._saver is None:
-            return
+            return None
         if num_processes() == 1:  # several learn of an error together, at the next save: a thread ends when it likes
-            self._guarded(self._saver.poll)
+            if (problem := self._guarded(self._saver.poll)) is not None:
+                return problem
         if self._is_due(steps):
-            self.save()
+            settle()
+            return self.save()
+        return None
 
     def _count_steps(self) -> None:
-        """Tell the snapshots how it went since they were taken."""
+        """Let the snapshots know how the steps since they were taken went."""
         steps, refusals = self._seen
         self._seen = (self._run.result.steps, self._run.num_refusals)
         if self._seen[1] > refusals:
@@ -113,41 +139,42 @@ class Keeper:
 
     # ---- disk --------------------------------------------------------------------------------------------------
 
-    def save(self, required: bool = False) -> None:
+    def save(self, required: bool = False) -> Verdict | None:
         """Write a checkpoint of this moment, unless there is one.
 
         One that is `required` is on disk when this returns, or an error is raised whatever `checkpoint.on_error` says.
         """
-        self._trainer._settle()
         if self._saver is None:
-            return
+            return None
+        problem = None
         if self._saved != self._moment():
             self._saved, self._saved_steps = self._moment(), self._run.result.steps
             self._saved_time = time.monotonic()
             with self._run.phase("saving", "saving a checkpoint"):
-                self._guarded(self._write, required)
-        if required:
-            self._guarded(self._saver.wait, required)
+                problem = self._guarded(self._write, required)
+        if required and problem is None:
+            problem = self._guarded(self._saver.wait, required)
+        return problem
 
     def _write(self) -> None:
         assert self._saver is not None
-        self._run.telemetry.saving(self._run.step, self._run.result.steps)
-        by_first(self._run.telemetry.sync)
-        self._saver.save(TrainState.gather(self._trainer), self._about())
+        self._run.saving()
+        steps = self._run.result.steps
+        self._saver.save(TrainState.gather(self._parts, steps, self._progress), self._about())
 
     def _moment(self) -> tuple[int, ...]:
         """Equal only if nothing that is saved has changed."""
         result = self._run.result
-        return self._run.step, len(result.evaluations), self._trainer.stream.epoch, result.rollbacks
+        return self._run.step, len(result.evaluations), self._stream.epoch, result.rollbacks
 
     def _about(self) -> dict[str, Any]:
-        result, monitor = self._run.result, self._trainer.config.loop.monitor
+        result, monitor = self._run.result, self._loop.monitor
         last = result.evaluations[-1] if result.evaluations else None
         metric = None if last is None or last["step"] != self._run.step or math.isnan(last[monitor]) else last[monitor]
         return {
             "step": self._run.step,
             "num_committed": result.steps,
-            "epoch": self._trainer.stream.epoch,
+            "epoch": self._stream.epoch,
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "version": __version__,
             "metric": metric,
@@ -161,7 +188,7 @@ class Keeper:
         self._store.rotate(self._kept)
 
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
-        config, sign = self._config, 1.0 if self._trainer.config.loop.monitor_mode == "min" else -1.0
+        config, sign = self._config, 1.0 if self._loop.monitor_mode == "min" else -1.0
         # Of several of one step the last is the one: it also knows of the evaluation, or of the end of the epoch.
         sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
         ranked = sorted((sign * m.metric, index) for index, (_, m) in enumerate(sound) if m.metric is not None)
@@ -177,12 +204,12 @@ class Keeper:
                     seen.add(mark)
         return kept
 
-    def _guarded(self, action: Any, required: bool = False) -> None:
+    def _guarded(self, action: Callable[[], object], required: bool = False) -> Verdict | None:
         """Do something that writes; what may go wrong ends the run only if it must."""
         try:
             action()
         except BadState as bad:
-            self._refuse(bad.problems)
+            return self._unsound(bad.problems)
         except OSError as error:
             self._saved = None
             newest = self._store.paths()[-1:]
@@ -190,30 +217,33 @@ class Keeper:
             message = f"a checkpoint could not be written at step {self._run.step}: {error}; {kept}"
             if required or self._config.on_error == "stop":
                 raise CheckpointError(
-                    f"{message}.\nTo fix: make room or mend the run directory, then go on with safetrain resume."
+                    f"{message}.\nTo fix: make room or repair the run directory, then go on with safetrain resume."
                 ) from error
             self._run.warn(f"{message}; training goes on (checkpoint.on_error=warn)")
+        return None
 
-    def _refuse(self, problems: dict[str, str]) -> None:
-        """The state is not sound: that is never saved. The run goes back, or stops loudly where there is nothing to go back to."""
-        bad = self._trainer.audit.bad_state() or problems
+    def _unsound(self, problems: dict[str, str]) -> Verdict:
+        """Such a state is never saved: the run goes back, or stops where there is nothing to go back to."""
+        bad = self._parts.bad_state() or problems
         what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
-        verdict = Verdict(
+        return Verdict(
             Action.STOP if self._is_finishing else Action.ROLLBACK,
             reason=f"the training state is not sound and was not saved: {what}",
-            evidence={"signal": "state", "value": math.nan, "bad_state": bad},
+            evidence={"signal": "state", "value": math.nan},
+            bad_state=bad,
         )
-        self._trainer.distrusted(verdict)
 
-    def finish(self) -> None:
-        """The last checkpoint, and the final weights for whoever wants nothing else."""
+    def finish(self) -> Verdict | None:
+        """The last checkpoint, and the final weights as a file of their own."""
         self._is_finishing = True
-        self.save(required=True)
-        if self._saver is None and (bad := self._trainer.audit.bad_state()):
-            self._refuse(bad)
+        if (problem := self.save(required=True)) is not None:
+            return problem
+        if self._saver is None and (bad := self._parts.bad_state()):
+            return self._unsound(bad)
         if self._config.save_final:
-            directory, trainer = self._store.directory, self._trainer
-            self._guarded(lambda: save_weights(directory, trainer.model, trainer.ema), required=True)
+            directory, parts = self._store.directory, self._parts
+            return self._guarded(lambda: save_weights(directory, parts.model, parts.ema), required=True)
+        return None
 
     def close(self, error: BaseException | None) -> None:
         """Join the writing thread, unless the user wants out at once; what it has not published then never existed."""
@@ -246,20 +276,21 @@ class Keeper:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self) -> None:
+    def _take_snapshot(self) -> Verdict | None:
         self._snapshot_steps = self._run.result.steps
         rejected_before, self.rejected = bool(self.rejected), {}
         with _nothing_collected():
-            state = TrainState.gather(self._trainer, progress=False)
+            state = TrainState.gather(self._parts, self._run.result.steps)
             if self.snapshots.first is None:
                 self._fit_into_memory(state.num_bytes)
             audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
         if audit.is_fatal:
-            self._refuse(audit.problems)
-        elif audit.problems:
+            return self._unsound(audit.problems)
+        if audit.problems:
             self.rejected = audit.problems
             what = ", ".join(f"{name} {problem}" for name, problem in list(self.rejected.items())[:5])
             self._run.warn(f"no snapshot was taken at step {self._run.step}, the state looks odd: {what}")
+        return None
 
     def _fit_into_memory(self, num_bytes: int) -> None:
         try:
@@ -275,19 +306,17 @@ class Keeper:
                 f"memory instead of checkpoint.snapshots={self._config.snapshots}"
             )
 
-    def rollback(self, to: str, skip_windows: int) -> int:
-        """See `SafeTrainer.rollback`."""
-        self._trainer._settle()
+    def rollback(self, to: str, skip_windows: int = 0) -> tuple[int, int]:
+        """Restore an earlier state; returns the step it is of, and how many committed steps it has in it."""
         step, state = self._earlier_state(to)
-        state.restore_training(self._trainer)
-        self._trainer._clear_gradients()
-        self._trainer.stream.skip(skip_windows * self._trainer.config.loop.grad_accum)
+        state.restore_training(self._parts)
+        self._parts.clear_gradients()
+        self._stream.skip(skip_windows * self._loop.grad_accum)
         steps = state.rest["num_committed"]
         self._run.rolled_back(step, steps, to)
-        self._trainer._evaluated_at = min(self._trainer._evaluated_at, steps)
         self._saved_steps, self._snapshot_steps = min(self._saved_steps, steps), min(self._snapshot_steps, steps)
         self._seen = (steps, self._run.num_refusals)
-        return step
+        return step, steps
 
     def _earlier_state(self, to: str) -> tuple[int, TrainState]:
         if to == "disk":

@@ -1,4 +1,4 @@
-"""Saves now, or in a thread while training goes on."""
+"""Saves synchronously, or in a background thread while training goes on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from .store import CheckpointStore
 
 
 class Saver:
-    """Writes one checkpoint at a time, and tidies up after it.
+    """Writes one checkpoint at a time, and then calls `tidy` (rotation), always in the background.
 
-    In the background the loop waits only while the state is copied, and for the checkpoint before it if that is not
-    finished yet. An error is raised by the next call of any method. Tidying up is always done in the background.
+    A background save blocks the loop only while the state is copied, and while the previous save is unfinished. Its error
+    is raised by the next call of any method.
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        background: bool,
-        published: Callable[[Path], None],
-        tidy: Callable[[], None],
+        self, store: CheckpointStore, background: bool, published: Callable[[Path], None], tidy: Callable[[], None]
     ) -> None:
-        """`published` is called with each new checkpoint as soon as it is safely on disk, then `tidy`."""
+        """`published` is called with each new checkpoint as soon as it is safely on disk, `tidy` after it."""
         self.store, self._published, self._tidy = store, published, tidy
         self._copy = Copy() if background else None
         self._thread: threading.Thread | None = None
@@ -49,13 +45,13 @@ class Saver:
             self.seconds_blocked += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Raise the error of the thread, if it had one. Costs nothing."""
+        """Raise the error of the background thread, if it had one."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Until what was to be saved is on disk."""
+        """Block until the current save is on disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -69,7 +65,7 @@ class Saver:
             self._tidy()
 
     def _start(self, work: Callable[[], object]) -> None:
-        # A daemon: a user who wants out at once does not wait for it, and what it has not published never existed.
+        # A daemon: a second Ctrl-C need not wait for it, and an unpublished checkpoint leaves nothing behind.
         self._thread = threading.Thread(target=self._noting_errors, args=(work,), daemon=True)
         self._thread.start()
 

@@ -1,7 +1,7 @@
-"""The tensors of a state that is spread over the processes, by `torch.distributed.checkpoint`.
+"""The tensors of a sharded state, saved and loaded by `torch.distributed.checkpoint`.
 
-Each process writes its part to a file of its own, `__<process>_0.distcp`; `.metadata` says what is where. A state can be
-read by any number of processes, spread in any way, and by a single one that has all of it.
+Each process writes its shard to a file of its own, `__<rank>_0.distcp`; `.metadata` records what is where. The state can be
+loaded by any number of processes, sharded in any way, or unsharded by a single one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.collective import num_processes, process_rank
+from ..distributed.comm import num_processes, process_rank
 from .manifest import Damaged, checksum
 
 METADATA = ".metadata"
@@ -30,18 +30,18 @@ SAFE_NAMES = {
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(("torch", "Size"), ("torch.serialization", "_get_layout")),
 }
-"""All that `.metadata` consists of."""
+"""The only names that unpickling `.metadata` may look up."""
 
 
-def write_part(directory: Path, tensors: Mapping[str, Tensor], group: Any) -> dict[str, dict[str, Any]]:
-    """This process's files, flushed to disk, with their sizes and checksums. Every process must call it."""
+def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: Any) -> dict[str, dict[str, Any]]:
+    """Write this process's files, flushed to disk; returns sizes and checksums. Every process must call it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(directory, sync_files=True)
-    # What every process has whole (buffers, counters) is written by the first: that one's is the state of the run.
+    # What is replicated (buffers, counters) is written by rank 0, whose values are those of the run.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
@@ -54,7 +54,7 @@ def write_part(directory: Path, tensors: Mapping[str, Tensor], group: Any) -> di
 
 
 def read_shards(directory: Path, memory_for: Callable[[str, torch.Size, torch.dtype], Tensor]) -> dict[str, Tensor]:
-    """Every tensor, by its name, in the memory that is given for it: of the part of it that this process is to have.
+    """Every tensor by name, loaded into the memory (whole, or a DTensor's shard) that `memory_for` returns for it.
 
     Every process must call it. Raises Damaged on all of them.
     """
@@ -71,17 +71,15 @@ def read_shards(directory: Path, memory_for: Callable[[str, torch.Size, torch.dt
             if isinstance(about, TensorStorageMetadata)
         }
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant, in a single process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
             load(tensors, storage_reader=reader, no_dist=num_processes() == 1)
-    except CheckpointException as error:
-        raise Damaged(f"it cannot be loaded: {_first_line(error)}") from error
-    except Exception as error:  # a forged file can make its readers raise anything, but never run anything
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException; a forged file may raise anything
         raise Damaged(f"it cannot be loaded: {_first_line(error)}") from error
     return tensors
 
 
 def plain_memory(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """For a process that is to have all of it."""
+    """`memory_for` of a process that loads whole tensors."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -90,7 +88,7 @@ def _reader(directory: Path) -> Any:
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     class Reader(FileSystemReader):
-        """Loads nothing that could run code; the tensors themselves are read with `weights_only` anyway."""
+        """Unpickles `.metadata` without running code; torch reads the tensors themselves with `weights_only`."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with open(directory / METADATA, "rb") as file:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..step.audit import FATAL_JUMP, jumps, peaks_of, problems_in
 from ..tensors.sharded import empty_like, local
+from .soundness import FATAL_JUMP, jumps, peaks_of, problems_in
 from .state import TrainState
 
 
@@ -19,6 +19,10 @@ class Copy:
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(local(tensor).nbytes for tensor in self._memory.values())
 
     @torch.no_grad()
     def take(self, state: TrainState) -> TrainState:
@@ -79,7 +83,7 @@ class SnapshotRing:
     def num_bytes(self) -> int:
         """Memory that is held now."""
         held = [snapshot.state.num_bytes for snapshot in (self.first, *self._ring) if snapshot is not None]
-        return sum(held) + sum(sum(local(t).nbytes for t in copy._memory.values()) for copy in self._spare)
+        return sum(held) + sum(copy.num_bytes for copy in self._spare)
 
     def take(
         self,
@@ -127,14 +131,14 @@ class SnapshotRing:
         return next((s for s in reversed(self._ring) if s.trusted), None)
 
     def committed(self, num_steps: int = 1) -> None:
-        """So many more steps were committed since the snapshots were taken."""
+        """Count `num_steps` more committed steps since the snapshots were taken."""
         for snapshot in (*self._ring, self.first):
             if snapshot is not None and not snapshot.trusted:
                 snapshot.num_healthy += num_steps
                 snapshot.trusted = snapshot.num_healthy >= self._trust_after
 
     def refused(self) -> None:
-        """A step was refused: who is not trusted yet starts to count again."""
+        """A step was refused: snapshots that are not trusted yet start to count again."""
         for snapshot in (*self._ring, self.first):
             if snapshot is not None and not snapshot.trusted:
                 snapshot.num_healthy = 0

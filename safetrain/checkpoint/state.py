@@ -1,4 +1,4 @@
-"""All that must survive, in one place: gathered from a trainer and given back to one.
+"""All that must survive, in one place: gathered from the parts of a training and given back to them.
 
 Snapshots in memory, checkpoints on disk, rollback and resume all use this and nothing else.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,38 @@ from .plain import from_loadable, to_loadable
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..trainer.trainer import SafeTrainer
+    from ..guards.guard_set import GuardSet
+    from ..optim.ema import Ema
+    from ..optim.schedule import Schedule
+    from ..precision.mixed import Precision
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+class TrainingParts(Protocol):
+    """What moves when a step is committed. A `Step` is one."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: Schedule
+    precision: Precision
+    guards: GuardSet
+    ema: Ema | None
+    stateful: dict[str, Stateful]
+    """Further parts by their name in `TrainState.rest`."""
+
+    @property
+    def nonfinite_by_design(self) -> set[str]:
+        """Names of buffers and parameters that hold NaN or Inf on purpose."""
+
+    def bad_state(self) -> dict[str, str]:
+        """Names of the non-finite tensors with what is wrong."""
+
+    def clear_gradients(self) -> None: ...
 
 
 @dataclass
@@ -36,91 +67,73 @@ class TrainState:
     """A directory with the tensors, which are not read yet: how they are spread over the processes depends on who reads them."""
 
     @classmethod
-    def gather(cls, trainer: SafeTrainer, progress: bool = True) -> TrainState:
+    def gather(cls, parts: TrainingParts, num_committed: int = 0, progress: Stateful | None = None) -> TrainState:
         """Call it between steps, with nothing deferred. Copies no tensor; waits for the device (fp16: for its scale).
 
-        Without `progress` the state is good for a rollback only.
+        Without `progress` (the data cursor and the record of the run) the state is good for a rollback only.
         """
         tensors: dict[str, Tensor] = {}
-        for name, parameter in trainer.model.named_parameters():
+        for name, parameter in parts.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
-        for name, module, key in _buffers(trainer.model):
+        for name, module, key in _buffers(parts.model):
             kind = "transient" if key in module._non_persistent_buffers_set else "model"
             buffer = module._buffers[key]
             assert buffer is not None
             tensors[f"{kind}/{name}"] = buffer.detach()
-        for index, extra in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
+        for index, extra in enumerate(_extra_parameters(parts.model, parts.optimizer)):
             tensors[f"extra/{index}"] = extra.detach()
-        optimizer = _split_optimizer(trainer.optimizer, tensors)
-        if trainer.ema is not None:
-            averaged = {name: t for name, t in trainer.ema.state_dict().items() if isinstance(t, Tensor)}
-            for name in _tied_names(trainer.model):
+        optimizer = _split_optimizer(parts.optimizer, tensors)
+        if parts.ema is not None:
+            averaged = {name: t for name, t in parts.ema.state_dict().items() if isinstance(t, Tensor)}
+            for name in _tied_names(parts.model):
                 averaged.pop(name)
             tensors |= {f"ema/{name}": tensor for name, tensor in averaged.items()}
-        scheduler = trainer.scheduler
         rest: dict[str, Any] = {
-            "num_committed": trainer.run.result.steps,
+            "num_committed": num_committed,
             "optimizer": optimizer,
-            "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "scaler": trainer.engine.scaler_state(),
-            "guards": {guard.name: guard.state_dict() for guard in trainer.guards},
-            "deferred": None if trainer._deferred is None else trainer._deferred.state_dict(),
-            "extra_state": _extra_state(trainer.model),
-            "born_bad": _born_bad(trainer, tensors),
-            "buffers": _buffer_names(trainer, tensors),
-            "eval_mode": [name for name, module in trainer.model.named_modules() if not module.training],
-            "tied": _tied_names(trainer.model),
-            "ddp_has_order": trainer.engine.replicas is not None and trainer.engine.replicas.has_order,
+            "scheduler": parts.schedule.state_dict(),
+            "scaler": parts.precision.state_dict(),
+            "guards": {guard.name: guard.state_dict() for guard in parts.guards},
+            **{name: part.state_dict() for name, part in parts.stateful.items()},
+            "extra_state": _extra_state(parts.model),
+            "born_bad": _marked(parts.nonfinite_by_design, tensors),
+            "buffers": _buffer_names(parts.model, tensors),
+            "eval_mode": [name for name, module in parts.model.named_modules() if not module.training],
+            "tied": _tied_names(parts.model),
         }
-        if progress:
-            rest["progress"] = {
-                "data": trainer.stream.state_dict(),
-                "eval_epoch": 0 if trainer._eval_stream is None else trainer._eval_stream.epoch,
-                "evaluated_at": trainer._evaluated_at,
-                "run": trainer.run.state_dict(),
-                "ladder": trainer.ladder.state_dict(),
-                "bench": trainer.bench.state_dict(),
-                "patches": trainer.patches.state_dict(),
-            }
+        if progress is not None:
+            rest["progress"] = progress.state_dict()
         # Copies of what schedulers and guards go on changing; a few numbers each.
         rest = {part: to_loadable(value, part) for part, value in rest.items()}
         return cls(tensors, {**rest, "random": RandomState.capture().to_plain()})
 
     @torch.no_grad()
-    def restore_training(self, trainer: SafeTrainer) -> None:
+    def restore_training(self, parts: TrainingParts) -> None:
         """Weights, buffers, moments, schedule, scaler, EMA, random state and guards' baselines as they were gathered."""
         if self.shards is not None:
-            self._read_shards(trainer, self.shards)
+            self._read_shards(parts, self.shards)
         rest = from_loadable(self.rest)
-        self._restore_model(trainer.model, rest)
-        for index, parameter in enumerate(_extra_parameters(trainer.model, trainer.optimizer)):
+        self._restore_model(parts.model, rest)
+        for index, parameter in enumerate(_extra_parameters(parts.model, parts.optimizer)):
             put(parameter, self._tensor(f"extra/{index}", parameter))
-        if trainer.scheduler is not None and rest["scheduler"] is not None:
-            trainer.scheduler.load_state_dict(rest["scheduler"])
-        self._restore_optimizer(trainer.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
-        trainer.engine.load_scaler_state(rest["scaler"])
-        if trainer.ema is not None:
-            self._restore_ema(trainer)
+        parts.schedule.load_state_dict(rest["scheduler"])
+        self._restore_optimizer(parts.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
+        parts.precision.load_state_dict(rest["scaler"])
+        if parts.ema is not None:
+            self._restore_ema(parts.ema)
         for name, learned in rest["guards"].items():
-            if name in REGISTRY or any(guard.name == name for guard in trainer.guards):
-                trainer.guard(name).load_state_dict(learned)
-        if trainer._deferred is not None and rest["deferred"] is not None:
-            trainer._deferred.load_state_dict(rest["deferred"])
+            if name in REGISTRY or any(guard.name == name for guard in parts.guards):
+                parts.guards.named(name).load_state_dict(learned)
+        for name, part in parts.stateful.items():
+            if rest.get(name) is not None:
+                part.load_state_dict(rest[name])
         RandomState.from_plain(rest["random"]).restore()
         if (index := rest.get("new_process")) is not None:
             seed_everything(torch.randint(2**62, ()).item() + index)
 
-    def restore_progress(self, trainer: SafeTrainer) -> None:
+    def restore_progress(self, progress: Stateful) -> None:
         """The data cursor and the record of the run. A rollback leaves these where they are."""
-        progress = from_loadable(self.rest["progress"])
-        trainer.stream.load_state_dict(progress["data"])
-        if trainer._eval_stream is not None:
-            trainer._eval_stream.epoch = progress["eval_epoch"]
-        trainer._evaluated_at = progress["evaluated_at"]
-        trainer.run.load_state_dict(progress["run"])
-        trainer.ladder.load_state_dict(progress["ladder"])
-        trainer.bench.load_state_dict(progress["bench"])
-        trainer.patches.load_state_dict(progress["patches"])
+        progress.load_state_dict(from_loadable(self.rest["progress"]))
 
     def own_part(self) -> dict[str, Any]:
         """What is different in each process of a run: small, and beside that the buffers of a model that is spread over them."""
@@ -144,13 +157,13 @@ class TrainState:
                 self.rest["progress"]["data"] = own["data"]
             self.rest["own_buffers"] = own.get("buffers", {})
 
-    def _read_shards(self, trainer: SafeTrainer, directory: Path) -> None:
+    def _read_shards(self, parts: TrainingParts, directory: Path) -> None:
         """Each process reads the part that it is to have. Every process must get here."""
         from .manifest import Damaged
         from .shards import read_shards
 
-        targets = TrainState.gather(trainer, progress=False).tensors
-        parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        targets = TrainState.gather(parts).tensors
+        parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
 
         def memory_for(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             like = targets.get(name)
@@ -242,9 +255,8 @@ class TrainState:
                 value = spread_like(self.tensors[name], parameters[index])
                 optimizer.state[parameters[index]][key] = value.to(loaded.device, copy=True)
 
-    def _restore_ema(self, trainer: SafeTrainer) -> None:
-        assert trainer.ema is not None
-        for name, average in trainer.ema.weights.items():
+    def _restore_ema(self, ema: Ema) -> None:
+        for name, average in ema.weights.items():
             put(average, self._tensor(f"ema/{name}", average))
 
 
@@ -289,16 +301,15 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
     return {"packed": {**packed, "state": state}, "tensors": places}
 
 
-def _born_bad(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
-    """Buffers that hold NaN or Inf on purpose: no audit complains of them."""
-    marked = trainer.transaction.born_bad
-    if not marked:
+def _marked(names: set[str], tensors: dict[str, Tensor]) -> list[str]:
+    """The tensors of these parameters and buffers."""
+    if not names:
         return []
-    return [name for name in tensors if name.partition("/")[2] in marked and not name.startswith("optimizer/")]
+    return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]
 
 
-def _buffer_names(trainer: SafeTrainer, tensors: dict[str, Tensor]) -> list[str]:
-    names = {name for name, _, _ in _buffers(trainer.model)}
+def _buffer_names(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+    names = {name for name, _, _ in _buffers(model)}
     if not names:
         return []
     return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]

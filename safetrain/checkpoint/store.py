@@ -4,10 +4,10 @@
                                  ema.safetensors    their moving average, if there is one
                                  training.safetensors, state.pt    the rest of the training state
                                  manifest.json      sizes and checksums
-                                 .metadata, __0_0.distcp, …  instead of safetensors, if the state was spread over processes
+                                 .metadata, __0_0.distcp, …  instead of safetensors, if the state was sharded
     checkpoints/last, best       links to the newest, and to the best by `loop.monitor`
 
-A checkpoint is written beside its final place, flushed to disk and renamed; what has the final name is complete.
+A checkpoint is written to a temporary directory next to its final path, fsynced and renamed: what has the final name is complete.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..step.audit import is_second_moment, peaks_of, problems_in
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
 from .shards import METADATA, plain_memory, read_shards
+from .soundness import is_second_moment, peaks_of, problems_in
 from .state import TrainState
 from .tensorfile import is_storable, write_tensors
 
@@ -39,7 +39,7 @@ OTHERS, REST = "training.safetensors", "state.pt"
 
 
 class BadState(Exception):
-    """The state is not finite and was not saved; `problems` names the tensors."""
+    """The state has non-finite values and was not saved; `problems` names the tensors."""
 
     def __init__(self, problems: dict[str, str]) -> None:
         super().__init__(", ".join(f"{name} ({problem})" for name, problem in list(problems.items())[:5]))
@@ -60,7 +60,7 @@ class CheckpointStore:
         self.directory = directory
 
     def paths(self) -> list[Path]:
-        """All that have a final name, oldest first."""
+        """All complete checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
         found = [(STEP.match(path.name), path) for path in self.directory.iterdir() if not path.is_symlink()]
@@ -70,7 +70,7 @@ class CheckpointStore:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def write(self, state: TrainState, about: dict[str, Any]) -> Path:
-        """A new checkpoint; returns when it is safely on disk. Raises OSError, or BadState for a state that is not finite."""
+        """Write a new checkpoint; returns when it is safely on disk. Raises OSError, or BadState for non-finite values."""
         final, temporary = self.new_names(about["step"])
         try:
             temporary.mkdir()
@@ -86,7 +86,7 @@ class CheckpointStore:
         return final
 
     def new_names(self, step: int) -> tuple[Path, Path]:
-        """What a checkpoint of that step is to be called, and while it is written."""
+        """The final and the temporary path for a checkpoint of that step."""
         if not self.directory.parent.is_dir():
             raise FileNotFoundError(f"the run directory {self.directory.parent} is gone")
         self.directory.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ class CheckpointStore:
         return path
 
     def point(self, link: str, target: Path) -> None:
-        """Make `link` name a checkpoint, at once and for good. File systems without links go without."""
+        """Atomically point the symlink at a checkpoint. Does nothing on file systems without symlinks."""
         temporary = self.directory / f".{link}.{os.getpid()}.tmp"
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -109,9 +109,9 @@ class CheckpointStore:
             os.replace(temporary, self.directory / link)
 
     def rotate(self, keep: Callable[[list[tuple[Path, Manifest]]], set[Path]]) -> None:
-        """Remove all but what `keep` chooses out of the sound ones, oldest first, and never the newest of them.
+        """Delete the intact checkpoints that `keep` does not choose (it is given them oldest first).
 
-        What is damaged is left for people to look at. Nothing is removed unless the newest still is as it was written.
+        The newest is always kept, and nothing is deleted unless it still verifies. Damaged ones are left for inspection.
         """
         sound = []
         for path in self.paths():
@@ -128,7 +128,7 @@ class CheckpointStore:
             except Damaged:
                 return
         for path in doomed:
-            # First out of the way, so that nothing half removed is ever taken for a checkpoint.
+            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
             with contextlib.suppress(OSError):
                 gone = path.with_name(f".{path.name}.{os.getpid()}.tmp")
                 os.rename(path, gone)
@@ -140,7 +140,7 @@ class CheckpointStore:
                 yield self.directory / os.readlink(self.directory / link)
 
     def clean(self) -> None:
-        """Remove what a killed process left half done. Only for who holds the run's lock."""
+        """Delete the temporary files of a killed process. Call it only while holding the run's lock."""
         for path in self.directory.glob(".*.tmp") if self.directory.is_dir() else ():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -149,7 +149,7 @@ class CheckpointStore:
                     path.unlink(missing_ok=True)
 
     def set_aside(self, names: Iterable[str]) -> None:
-        """Take damaged checkpoints out of the row, under the name `step-….damaged`."""
+        """Rename damaged checkpoints to `step-….damaged`, so that they are no longer considered."""
         for name in names:
             with contextlib.suppress(OSError):
                 os.rename(self.directory / name, self.directory / f"{name}.damaged")
@@ -157,7 +157,7 @@ class CheckpointStore:
     # ---- reading -----------------------------------------------------------------------------------------------
 
     def load(self, path: Path) -> Loaded:
-        """Verified first. Raises Damaged."""
+        """Verify and load. Raises Damaged."""
         manifest = read_manifest(path)
         manifest.verify_files(path)
         with _damaged_if_unreadable():
@@ -173,7 +173,7 @@ class CheckpointStore:
         return Loaded(path, manifest, TrainState(tensors, rest))
 
     def load_newest(self) -> Loaded | None:
-        """The newest that verifies; None if there is none at all. Raises CheckpointError if there are only unusable ones."""
+        """The newest that verifies; None if there is no checkpoint. Raises CheckpointError if none of them is usable."""
         passed_over: dict[str, str] = {}
         for path in self._newest_first():
             try:
@@ -193,7 +193,7 @@ class CheckpointStore:
         return list(reversed(self.paths()))
 
     def _load_candidate(self, path: Path) -> Loaded:
-        """Raises Damaged, or UnknownSchema: in a run of several processes on all of them."""
+        """Raises Damaged or UnknownSchema, with several processes on all of them."""
         return self.load(path)
 
     def none_left(self, passed_over: dict[str, str]) -> CheckpointError:
@@ -212,7 +212,7 @@ def unusable(path: Path, problem: UnknownSchema) -> CheckpointError:
 
 @contextlib.contextmanager
 def _damaged_if_unreadable() -> Iterator[None]:
-    """A forged file can make its readers raise anything, but never run anything."""
+    """Whatever reading a corrupt or forged file raises becomes Damaged; no reader used here can run code."""
     try:
         yield
     except Damaged:
@@ -223,14 +223,14 @@ def _damaged_if_unreadable() -> Iterator[None]:
 
 
 def read_rest(path: Path) -> dict[str, Any]:
-    """All but the tensors of a checkpoint, and those that no other file has a place for."""
+    """The state of a checkpoint apart from its tensors, and those tensors that safetensors cannot hold."""
     with _damaged_if_unreadable():
         rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     return rest
 
 
 def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Every file but the manifest, flushed to disk; returns their sizes and checksums, and what is wrong with the state."""
+    """Write every file but the manifest, fsynced; returns their sizes and checksums, and the problems of the state."""
     groups: dict[str, dict[str, Tensor]] = {OTHERS: {}}
     odd: dict[str, Tensor] = {}
     for name, tensor in state.tensors.items():
@@ -267,7 +267,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """What was created or renamed in it survives a power cut. Not every system can do that."""
+    """fsync a directory, so that files created or renamed in it survive a power cut. Not every system supports it."""
     with contextlib.suppress(PermissionError, NotImplementedError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

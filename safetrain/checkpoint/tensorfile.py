@@ -1,7 +1,7 @@
-"""Writes tensors in the safetensors format, and looks at every value on the way.
+"""Writes tensors in the safetensors format, with a checksum and a check for non-finite values in the same pass.
 
-The checksum and the audit see each piece of memory right before it is written, while it is in the processor's cache, and the
-disk works all the while instead of waiting for the final flush. That pays for both: a save takes about as long as a plain one.
+Both read each chunk right before it is written, while it is in the CPU cache, and the file is flushed as it grows instead of
+once at the end. That pays for them: a save takes about as long as safetensors' own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PIECE = 2**20
-"""Bytes handled at a time; must fit the processor's cache."""
+CHUNK = 2**20
+"""Bytes handled at a time; must fit the CPU cache."""
 FLUSH = 2**23
-"""Bytes after which the disk is set to work."""
+"""Bytes after which a flush is started in the background."""
 
 
 def is_storable(tensor: Tensor) -> bool:
@@ -51,17 +51,17 @@ class Written:
     num_bytes: int = 0
     checksum: str = ""
     suspects: list[str] = field(default_factory=list)
-    """Tensors that may hold a value that is not finite; no other does."""
+    """Tensors that may hold a non-finite value; all others are finite."""
 
 
 @torch.no_grad()
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], not_negative: Iterable[str] = ()) -> Written:
-    """A new file that `safetensors` loads, flushed to disk. Tensors named in `not_negative` are suspect if a value is."""
-    # Wide types first: each tensor is then aligned.
+    """Write a file that `safetensors` loads, fsynced. Tensors in `not_negative` are also suspect if a value is negative."""
+    # Wide dtypes first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     watched = set(not_negative)
     done, digest = Written(), xxhash.xxh3_128()
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as background:
         flushed: Future[None] | None = None
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         num_unflushed = 0
@@ -69,20 +69,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], not_negative: Itera
         digest.update(header)
         for name, tensor in ordered:
             flat = tensor.cpu().contiguous().reshape(-1)
-            per_piece = PIECE // max(flat.element_size(), 1)
-            sound = True
-            for start in range(0, flat.numel(), per_piece):
-                piece = flat[start : start + per_piece]
-                sound = sound and _is_sound(piece, name in watched)
-                content = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            per_chunk = CHUNK // max(flat.element_size(), 1)
+            finite = True
+            for start in range(0, flat.numel(), per_chunk):
+                chunk = flat[start : start + per_chunk]
+                finite = finite and _is_finite(chunk, name in watched)
+                content = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
                 digest.update(content)
                 _write(file, content)
                 num_unflushed += len(content)
                 progress.note("MB written", file.tell() >> 20, num_bytes >> 20)
                 if num_unflushed >= FLUSH and (flushed is None or flushed.done()):
                     num_unflushed = 0
-                    flushed = beside.submit(os.fsync, file.fileno())
-            if not sound:
+                    flushed = background.submit(os.fsync, file.fileno())
+            if not finite:
                 done.suspects.append(name)
         done.num_bytes = file.tell()
         if flushed is not None:
@@ -104,17 +104,17 @@ def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _is_sound(piece: Tensor, not_negative: bool) -> bool:
-    """No NaN or Inf: each would show in the sum. A sum that overflows is only a suspicion."""
-    if not piece.is_floating_point():
+def _is_finite(chunk: Tensor, not_negative: bool) -> bool:
+    """NaN and Inf show in the sum. The sum of finite values may overflow too, so False is only a suspicion."""
+    if not chunk.is_floating_point():
         return True
-    if piece.element_size() <= 2:
-        piece = piece.float()
-    return math.isfinite(float(piece.sum())) and not (not_negative and float(piece.min()) < 0.0)
+    if chunk.element_size() <= 2:
+        chunk = chunk.float()
+    return math.isfinite(float(chunk.sum())) and not (not_negative and float(chunk.min()) < 0.0)
 
 
 def _write(file: Any, content: bytes | memoryview) -> None:
-    """All of it: the system may take less than it is given, before it says that the disk is full."""
+    """Write all of it: an unbuffered write may accept only a part, before the next one reports that the disk is full."""
     view = memoryview(content)
     while view:
         view = view[file.write(view) :]

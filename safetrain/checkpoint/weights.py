@@ -1,4 +1,4 @@
-"""Weights on disk."""
+"""The final weights of a run as safetensors files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from ..core.files import replacing
-from ..distributed.collective import by_first, process_rank
+from ..distributed.comm import by_first, process_rank
 from ..optim.ema import Ema
 from ..tensors.sharded import is_sharded, whole
 
 
 def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
-    """`final.safetensors`, and `final_ema.safetensors` when there is a moving average.
+    """Write `final.safetensors`, and `final_ema.safetensors` when there is a moving average.
 
-    Loads without safetrain: `safetensors.torch.load_model(model, path)`. Every process must call it, the first one writes.
+    They load without safetrain: `safetensors.torch.load_model(model, path)`. Every process must call it; rank 0 writes.
     """
     _save(model, directory / "final.safetensors")
     if ema is not None:
@@ -36,7 +36,7 @@ def _write(model: nn.Module, parts: dict[str, Tensor] | None, path: Path) -> Non
             state = model.state_dict() if parts is None else parts
             if parts is None and all(isinstance(value, Tensor) for value in state.values()):
                 save_model(model, str(temporary))
-            else:  # spread over processes; or modules with a state of another kind, which safetensors has no place for
+            else:  # sharded; or extra state that is no tensor, which safetensors cannot hold
                 save_file(
                     {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, temporary
                 )
@@ -45,7 +45,7 @@ def _write(model: nn.Module, parts: dict[str, Tensor] | None, path: Path) -> Non
 
 
 def _whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Made whole one tensor at a time; only the first process keeps them."""
+    """The unsharded state_dict, gathered one tensor at a time to limit memory; empty on all ranks but 0."""
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):

@@ -95,13 +95,13 @@ def _checked(config: Config, only: str | None, budget: float, as_json: bool, qui
     # A line per check and per fix where a program may read them.
     columns = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
 
-    def tell(checked: Checked) -> None:
+    def show(checked: Checked) -> None:
         if as_json or (quiet and checked.status not in (WARN, FAIL)):
             return
         for line in render_one(checked, name_width, columns):
             echo(_coloured(line, checked))
 
-    return check(_trainer_class(config, SafeTrainer)(config=config), only, budget, tell)
+    return check(_trainer_class(config, SafeTrainer)(config=config), only, budget, show)
 
 
 def _coloured(line: str, checked: Checked) -> str:

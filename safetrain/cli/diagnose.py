@@ -131,17 +131,16 @@ class Examination:
         trainer = self._build(self._config)
         found = []
         with self._prepared(trainer):
-            scale = trainer.engine.loss_scale()
             for position, window in enumerate(_windows(trainer, self._config.loop.grad_accum, count)):
                 note("step", position, count)
-                model, loss_fn = trainer._called_model, trainer.training_step
+                model, loss_fn = trainer.stepper.called, trainer.training_step
                 step = Step(
                     model,
                     loss_fn,
                     window,
                     trainer.optimizer,
-                    trainer.engine.precision,
-                    1.0 if scale is None else float(scale),
+                    trainer.precision.name,
+                    trainer.precision.host_loss_scale(),
                 )
                 diagnosis = diagnose(step, self._effort())
                 if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
@@ -160,7 +159,7 @@ class Examination:
         self._config.data.shuffle = False
         trainer = self._build(self._config)
         with self._prepared(trainer):
-            precision, effort = trainer.engine.precision, self._effort(note=True)
+            precision, effort = trainer.precision.name, self._effort(note=True)
             with closing(self._counted(window[0] for window in _windows(trainer, 1, None))) as batches:
                 total = trainer.stream.num_batches()
                 found = find_bad_batches(trainer.model, trainer.training_step, batches, precision, limit, effort, total)
@@ -181,7 +180,7 @@ class Examination:
 
     def _prepared(self, trainer: SafeTrainer) -> ExitStack:
         """The numbers come out as they do in a run."""
-        from ..trainer.engine import deterministic_algorithms
+        from ..distributed.machine import deterministic_algorithms
 
         with ExitStack() as stack:
             stack.callback(trainer.stream.close)
@@ -230,9 +229,9 @@ class Examination:
 
     def _indices(self, position: int, incident: Incident) -> list[int]:
         """Of the guilty samples in the data set, where a batch is so many samples in a row."""
-        from ..data.sources import MapData
+        from ..data.sources import MapSource
 
-        if self._unit != "batch" or not isinstance(self._trainer.stream._source, MapData):
+        if self._unit != "batch" or not isinstance(self._trainer.stream.source, MapSource):
             return []
         return [position * self._config.data.batch_size + sample for sample in incident.samples]
 

@@ -49,7 +49,7 @@ def _loop(config: Config) -> list[str]:
         ],
         "measure": ["loss and gradient norm, on the device; one transfer to the host" + _deferred(config)],
         "judge": ["the most severe verdict wins: commit < skip < rollback < stop"],
-        "commit": [f"{_target(config.optimizer)}; schedule: {_target(config.scheduler, 'constant')}{_ema(config)}"],
+        "commit": [f"{_optimizer(config)}; schedule: {_target(config.scheduler, 'constant')}{_ema(config)}"],
         "learn": ["from committed steps only"],
     }
     for stage, lines in stages.items():
@@ -106,6 +106,12 @@ def _deferred(config: Config) -> str:
 
 def _ema(config: Config) -> str:
     return "" if config.loop.ema is None else f"; moving average of the weights, decay {config.loop.ema:g}"
+
+
+def _optimizer(config: Config) -> str:
+    from ..optim.build import asks_for_fused
+
+    return _target(config.optimizer) + (" (fused)" if asks_for_fused(config.optimizer) else "")
 
 
 def _target(node: Mapping[str, Any] | None, missing: str = "given in Python") -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "--resume",
     type=click.Choice(["auto", "never"]),
     default="never",
-    help="auto: go on with the run in --out if there is one, else start it. For jobs that are started again and again.",
+    help="auto: continue the run in --out if there is one, else start it. For jobs that are restarted automatically.",
 )
 @click.option("--nproc", metavar="N", type=click.IntRange(1), default=1, help="Processes on this machine.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
@@ -55,7 +55,7 @@ def command(
     if quiet and json_lines:
         raise click.UsageError("--quiet and --json exclude each other")
     if resume == "auto" and out is None:
-        raise click.UsageError("--resume auto needs --out DIR: the run to go on with is looked for there")
+        raise click.UsageError("--resume auto needs --out DIR: the run to continue is looked for there")
     if nproc > 1:
         from ..core.rundir import create_run_dir, holds_run
 
@@ -65,7 +65,7 @@ def command(
 
 
 def in_processes(num_processes: int, run_dir: Path) -> int:
-    """This very command in several processes, which all know the run directory."""
+    """Run this same command in several processes, which all get the run directory."""
     from ..distributed.launch import launch, without_option
 
     given: list[str] = click.get_current_context().meta[ARGUMENTS]
@@ -94,7 +94,7 @@ def train_and_report(config: Config, out: str | None, strict: bool, resume: bool
 
 
 class Progress:
-    """Runs the stages of a training, and knows which one it is at."""
+    """Runs the stages of a training, and keeps track of the current one."""
 
     def __init__(self) -> None:
         self._stage = "while torch was imported"
@@ -112,8 +112,8 @@ class Progress:
 
     @property
     def resumable(self) -> Path | None:
-        """The directory of the run, if it has anything to go on from."""
-        run = None if self.trainer is None else self.trainer._run
+        """The directory of the run, if it has something to resume from."""
+        run = self.trainer.run if self.trainer is not None and self.trainer.has_run else None
         is_saved = run is not None and self.trainer is not None and self.trainer.config.checkpoint.enabled
         return run.result.run_dir if run is not None and is_saved and run.result.steps > 0 else None
 
@@ -127,9 +127,9 @@ class Progress:
         return self.trainer.fit(resume)
 
     def leave_process_group(self) -> None:
-        """What is left of it would complain, or hang, when the process ends."""
-        if self.trainer is not None and self.trainer.engine.world_size > 1:
-            from ..trainer.engine import leave_process_group
+        """One that is still open would warn, or hang, when the process ends."""
+        if self.trainer is not None and self.trainer.machine.world_size > 1:
+            from ..distributed.machine import leave_process_group
 
             leave_process_group()
 

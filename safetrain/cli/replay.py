@@ -81,7 +81,7 @@ def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -
     config = load(str(path), overrides, device=device).config
     # A replay needs the model, the loss and the optimizer, and must not depend on the rest.
     config.data.train = config.data.eval = config.scheduler = None
-    config.guards, config.recovery = {}, type(config.recovery)()
+    config.guards, config.recovery, config.logging.sinks = {}, type(config.recovery)(), []
     config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
     return config
 
@@ -110,7 +110,7 @@ def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Rep
         return found
 
     loss_fn = trainer.training_step
-    beside = trainer._modules_beside()
+    beside = trainer.auxiliary_modules()
     return replay(bundle, trainer.model, loss_fn, trainer.optimizer, Effort(remedies), import_class, beside)
 
 

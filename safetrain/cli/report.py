@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--compare", metavar="RUN2", type=click.Path(path_type=Path), help="Put another run beside it.")
+@click.option("--compare", metavar="RUN2", type=click.Path(path_type=Path), help="Compare with another run.")
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path), help="Where to write; default: RUN/report.html."
 )
@@ -21,8 +21,8 @@ def command(run: Path, compare: Path | None, out: Path | None, opened: bool, as_
     """Write the HTML report of a run.
 
     One file that needs no network: how the run went, loss, gradient norm and learning rate with everything that happened, and
-    for each incident the line, the cause, the operands, the samples, and a fix. Works for a run that still goes on, and for
-    one that was killed.
+    for each incident the line, the cause, the operands, the samples, and a fix. Works for a run that is still running, and
+    for one that was killed.
 
     \b
     Examples:

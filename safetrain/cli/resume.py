@@ -1,4 +1,4 @@
-"""`safetrain resume`: go on exactly where a run was."""
+"""`safetrain resume`: continue a run exactly where it was."""
 
 from __future__ import annotations
 

@@ -72,6 +72,7 @@ def _guards_text() -> list[str]:
 def _targets_text(config: Config) -> list[str]:
     nodes = {name: getattr(config, name) for name, field in fields_of(Config).items() if field.is_target}
     nodes.update({"data.train": config.data.train, "data.eval": config.data.eval})
+    nodes.update({f"logging.sinks.{index}": node for index, node in enumerate(config.logging.sinks)})
     nodes.update({f"guards.{name}": node for name, node in config.guards.items() if isinstance(node, dict)})
     lines = ["Targets of this config:", ""]
     for key, node in nodes.items():
@@ -129,7 +130,7 @@ def _field_json(cls: type, field: Field) -> dict[str, Any]:
     description = {"description": field_docs(cls).get(field.name, "")}
     if field.section is not None:
         return {**_section_json(field.section), **description}
-    if field.is_target:
+    if field.is_target and not field.is_list:
         return {
             "anyOf": [_ANY_TARGET, {"type": "null"}, {"$ref": "#/$defs/interpolation"}],
             "default": field.default,
@@ -146,4 +147,5 @@ def _type_json(member: Any, field: Field) -> dict[str, Any]:
     if kind not in _JSON_TYPES:
         return {}
     bounds = {_JSON_BOUNDS[name]: limit for name, limit in field.bounds.items()} if kind in (int, float) else {}
-    return {"type": _JSON_TYPES[kind], **bounds}
+    items = {"items": {**_ANY_TARGET, "required": [TARGET]}} if field.is_target else {}
+    return {"type": _JSON_TYPES[kind], **bounds, **items}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -42,18 +43,20 @@ def load_config(source: Source = None, overrides: Iterable[str | Override] = ())
     """A complete, checked config.
 
     `source` is a path, a recipe's name, a dict, an OmegaConf node, a `Config`, or None for the defaults; what it leaves
-    out is filled with defaults. `overrides` are `key=value` (the value in YAML) and `~key` (delete). Raises one
-    `ConfigError` that lists everything that is wrong.
+    out is filled with defaults. A `Config` that was loaded before and not changed since is only copied. `overrides` are
+    `key=value` (the value in YAML) and `~key` (delete). Raises one `ConfigError` that lists everything that is wrong.
 
     >>> config = load_config({"loop": {"max_steps": 100}}, ["guards.clip.mode=norm", "~guards.stall"])
     >>> config.loop.max_steps, config.guards["clip"].max_norm, config.guards["stall"]
     (100, 1.0, None)
     """
+    if isinstance(source, Config) and not overrides and _is_checked(source):
+        return copy.deepcopy(source)
     return load(source, overrides).config
 
 
 def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
-    """`load_config` that also tells where each value came from."""
+    """`load_config`, and where each value came from."""
     problems = Problems()
     defaults = _defaults()
     tree, path = _read(source, problems)
@@ -72,7 +75,17 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     if problems:
         raise ConfigError(problems)
     origins = {dotted(key): node.place.origin for key, node in leaves(tree)}
-    return LoadedConfig(_typed(tree), origins, path)
+    config = _typed(tree)
+    vars(config)[_CHECKED] = repr(config)
+    return LoadedConfig(config, origins, path)
+
+
+_CHECKED = "_checked"
+"""Attribute of a loaded config: how it read when it was checked. One that was changed since is checked anew."""
+
+
+def _is_checked(config: Config) -> bool:
+    return vars(config).get(_CHECKED) == repr(config)
 
 
 def _defaults() -> Node:

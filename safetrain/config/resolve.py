@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._private.aliases import MOVED
 from ..core.spelling import suggest
 
 MAX_HOPS = 20
@@ -19,7 +20,7 @@ _DYNAMIC_CALLS = {"globals", "exec", "vars", "locals", "setattr"}
 
 
 class NotDefined(Exception):
-    """The target surely does not exist; the message ends with what to do."""
+    """The target certainly does not exist; the message ends with what to do."""
 
 
 class Unclear(Exception):
@@ -39,7 +40,7 @@ class Module:
     def package(self) -> str:
         return self.name if self.search else self.name.rpartition(".")[0]
 
-    def beside(self) -> tuple[str, ...]:
+    def neighbours(self) -> tuple[str, ...]:
         """A file that is not in a package imports its neighbours."""
         return () if "." in self.name or self.search else (str(self.path.parent),)
 
@@ -56,6 +57,8 @@ class Found:
 def resolve(dotted_name: str) -> Module | Found:
     """What `package.module.Name` refers to. Raises NotDefined or Unclear."""
     top, *names = dotted_name.split(".")
+    if (moved := MOVED.get(f"{top}.{names[0]}")) is not None:
+        names = [*moved.split(".")[1:], *names[1:]]
     return walk(_top_level(top), names)
 
 
@@ -68,8 +71,8 @@ def resolve_in_file(path: Path, name: str) -> Module | Found:
     return walk(Module(path.stem, path), name.split("."))
 
 
-def _top_level(name: str, beside: tuple[str, ...] = ()) -> Module:
-    first = [*beside, *([] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()])]
+def _top_level(name: str, neighbours: tuple[str, ...] = ()) -> Module:
+    first = [*neighbours, *([] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()])]
     spec = importlib.machinery.PathFinder.find_spec(name, first) if first else None
     if spec is None:
         try:
@@ -176,7 +179,7 @@ def _imported_module(module: Module, level: int, name: str | None) -> Module:
 def _import(module: Module, names: list[str]) -> Module:
     """The module that `import names[0].names[1]…` in a module refers to."""
     try:
-        return _walk_modules(_top_level(names[0], module.beside()), names[1:])
+        return _walk_modules(_top_level(names[0], module.neighbours()), names[1:])
     except NotDefined:
         raise Unclear from None  # the import may work at run time in a way the source does not show
 

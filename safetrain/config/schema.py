@@ -15,7 +15,7 @@ Target = dict[str, Any]
 @dataclass
 class DataConfig:
     train: Target | None = field(default=None, metadata=target())
-    """Training data: the `_target_` of a Dataset, a DataLoader, or anything that can be iterated over again and again."""
+    """Training data: the `_target_` of a Dataset, a DataLoader, or anything that can be iterated over repeatedly."""
     eval: Target | None = field(default=None, metadata=target())
     """Evaluation data; without it nothing is evaluated."""
     batch_size: int = option(32, ge=1)
@@ -27,8 +27,8 @@ class DataConfig:
     num_workers: int = option(0, ge=0)
     """Loader processes, for data given as a Dataset."""
     sharded: bool = False
-    """With several processes: the data gives each of them its own part already (a `DistributedSampler` is recognised by itself).
-    Otherwise every process is given all of the data, and takes its part of it by itself."""
+    """With several processes: the data gives each of them its own part already (a `DistributedSampler` is recognised without this).
+    Otherwise every process is given all of the data, and takes its own part of it."""
 
 
 @dataclass
@@ -38,17 +38,17 @@ class LoopConfig:
     max_epochs: int | None = option(None, ge=1)
     """Stop after this many passes over the data. Without `max_steps` and `max_epochs`: one pass."""
     max_hours: float | None = option(None, gt=0.0)
-    """Save and end, as if by itself, when this process has trained for so long; `safetrain resume` goes on from there."""
+    """Save and end normally when this process has trained for this long; `safetrain resume` continues from there."""
     grad_accum: int = option(1, ge=1)
     """Micro-batches per optimizer step; the loss is their mean."""
     eval_every: int | None = option(None, ge=1)
-    """Evaluate every so many committed steps; without it, at the end of each epoch."""
+    """Evaluate every N committed steps; null: at the end of each epoch."""
     monitor: str = "loss"
     """The evaluation metric by which the best step is chosen. NaN is worse than any number."""
     monitor_mode: str = option("min", choices=("min", "max"))
     """Whether a smaller or a larger `monitor` is better."""
     log_every: int = option(10, ge=1)
-    """Print and write metrics every so many steps."""
+    """Print and write metrics every N steps."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16"))
     """Arithmetic of the forward pass; `bf16` and `fp16` use autocast, weights stay as they are."""
     strategy: str = option("ddp", choices=("ddp", "fsdp"))
@@ -56,7 +56,7 @@ class LoopConfig:
     parameter, gradient and moment, and the model may be larger than one device. A single process has all of it either way."""
     shard_blocks: list[str] = field(default_factory=list)
     """fsdp: globs over names (`"blocks.*"`) or types (`Block`) of the modules that are gathered one at a time. Without any, the
-    elements of every `ModuleList`. fp32 islands are gathered by themselves."""
+    elements of every `ModuleList`. fp32 islands are gathered one by one."""
     shard_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
     """fsdp: the type in which gathered parameters are sent and computed with; islands stay in float32, gradients are summed in
     it, and so is the update. `bf16` halves the traffic. With `fp32`, `precision` alone decides, as it does with ddp."""
@@ -77,7 +77,7 @@ class LoopConfig:
     ema: float | None = option(None, gt=0.0, lt=1.0)
     """Decay of an exponential moving average of the weights; evaluation then uses the average."""
     host_read_every: int = option(1, ge=1)
-    """Bring the numbers of a step to the host only every so many steps. Needs a fused optimizer, which skips a bad update
+    """Bring the numbers of a step to the host only every N steps. Needs a fused optimizer, which skips a bad update
     on the device; refusals are reported up to this many steps late, with their right step number. Only what is not finite
     is refused in time, a gradient norm that overflows included: a step that a guard would skip for another reason stays
     applied and is reported as an incident (a rollback or a stop still happens, late). After a refusal the steps up to the
@@ -91,14 +91,14 @@ LADDER = ("retry", "samples", "micro_batch", "island", "patch", "skip", "rollbac
 @dataclass
 class RecoveryConfig:
     heal: list[str] = option(factory=lambda: ["samples", "island"], choices=HEAL)  # noqa: RUF009
-    """What may change the computation to repair a step: `samples` (leave out the guilty ones), `island` (keep the overflowing
+    """What may change the computation to repair a step: `samples` (leave out the bad ones), `island` (keep the overflowing
     module in float32 from then on), `patch` (run the safe variant of the operation at the blamed line from then on). `[]`: a
     refused step is only ever skipped, rolled back or stopped at."""
     ladder: list[str] = option(factory=lambda: list(LADDER))  # noqa: RUF009
-    """The rungs, in the order in which they are tried after a refusal; a stop comes last by itself. A rung of your own is
+    """The rungs, in the order in which they are tried after a refusal; a stop always comes last. A rung of your own is
     given as `package.module.Class` or `./file.py:Class`."""
     budget_steps: int | None = option(10_000, ge=1)
-    """Refusals, retries, healed steps and rollbacks are counted over the last so many steps, so that rare trouble does not add up
+    """Refusals, retries, healed steps and rollbacks are counted over the last N steps, so that rare trouble does not add up
     to the end of a long run; null: over the whole run. What lasts (islands, patches, restarts) always is."""
     max_refusals: int = option(100, ge=0)
     """Refused steps within `budget_steps` after which the run stops. A bad update is never accepted instead."""
@@ -137,15 +137,15 @@ class CheckpointConfig:
     """Save the whole training state: when the run starts and ends, when it is interrupted, and as often as below. Without it
     only the final weights are written and the run cannot be resumed."""
     every_steps: int | None = option(500, ge=1)
-    """Save every so many committed steps; null: not by steps."""
+    """Save every N committed steps; null: not by steps."""
     every_minutes: float | None = option(None, gt=0.0)
-    """Save when so many minutes have passed since the last time."""
+    """Save when N minutes have passed since the last time; null: not by time."""
     keep_last: int = option(3, ge=1)
     """The newest checkpoints to keep."""
     keep_best: int = option(1, ge=0)
-    """Beside those, the best by `loop.monitor`; a new best evaluation is saved at once. 0: none is kept for being good."""
+    """In addition, the best by `loop.monitor`; a new best evaluation is saved at once. 0: none is kept for being good."""
     keep_every: int | None = option(None, ge=1)
-    """Beside those, one for every so many committed steps, for good."""
+    """In addition, one for every N committed steps, never deleted."""
     async_: bool = False
     """Copy the state, then write it in a thread while training goes on. Costs the memory of one more copy; an error while
     writing is known at a later step."""
@@ -155,9 +155,9 @@ class CheckpointConfig:
     save_final: bool = True
     """Write the final weights to `checkpoints/final.safetensors`, after checking that they are finite."""
     snapshot_every: int | None = option(50, ge=1)
-    """Copy the training state to memory every so many committed steps, to roll back to; null: never."""
+    """Copy the training state to memory every N committed steps, to roll back to; null: never."""
     snapshots: int = option(3, ge=1)
-    """Copies kept, beside the very first one; fewer if they would fill the machine's memory."""
+    """Copies kept, not counting the very first one; fewer if they would fill the machine's memory."""
     trust_after: int = option(20, ge=0)
     """Committed steps without a refusal after which a copy is known to be good, and may be rolled back to."""
 
@@ -169,12 +169,14 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
     histograms_every: int | None = option(None, ge=1)
-    """Write histograms of the weights and gradients of each layer to TensorBoard every so many steps: of their finite values,
+    """Write histograms of the weights and gradients of each layer to TensorBoard every N steps: of their finite values,
     with how many are not. Takes about 10 ms for a million values; null: never."""
     trackers: list[str] = option(factory=list, choices=("wandb", "mlflow", "trackio", "aim"))  # noqa: RUF009
-    """Trackers that are told the same as TensorBoard. Each must be installed, and is set up by its own environment variables."""
+    """Trackers that log the same as TensorBoard. Each must be installed, and is set up by its own environment variables."""
     project: str | None = None
     """Name of the project or experiment in those trackers; without it, `name`."""
+    sinks: list[Target] = field(default_factory=list, metadata=target())
+    """Sinks of your own, a `_target_` each: subclasses of `safetrain.telemetry.Sink`, which receive everything that is logged."""
 
 
 @dataclass
@@ -195,7 +197,8 @@ class Config:
     optimizer: Target = field(
         default_factory=lambda: {"_target_": "torch.optim.AdamW", "lr": 1e-3}, metadata=target(num_injected=1)
     )
-    """The `_target_` of the optimizer; it is given the trainable parameters."""
+    """The `_target_` of the optimizer; it is given the trainable parameters. One of `torch.optim` is fused where torch has such a
+    kernel, unless `fused` or `foreach` is given."""
     scheduler: Target | None = field(default=None, metadata=target(num_injected=1))
     """The `_target_` of a learning-rate scheduler; it is given the optimizer and stepped once per committed step."""
     loop: LoopConfig = field(default_factory=LoopConfig)

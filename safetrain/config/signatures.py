@@ -1,7 +1,7 @@
 """The signature of a target, read from source files: nothing is imported or run.
 
 Imports cost seconds (torch) and run code; a config must be checkable without either. The answer is one of three: a
-definition with its signature, "surely not there" (`NotDefined`), or None when the source does not tell for certain.
+definition with its signature, "certainly not there" (`NotDefined`), or None when the source leaves it open.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def find_config(source: str | Path, directory: Path) -> Path:
         if recipe.is_file():
             return recipe
     what = "is a directory, not a config file" if path.is_dir() else "is neither a file nor a recipe"
-    beside = [str(p.relative_to(directory)) for p in _yaml_files(path.parent) if p.is_relative_to(directory)]
+    nearby = [str(p.relative_to(directory)) for p in _yaml_files(path.parent) if p.is_relative_to(directory)]
     names = recipe_names()
-    close = difflib.get_close_matches(str(source), [*beside, *names], n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(source), [*nearby, *names], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(name) for name in close)}? " if close else ""
     whole = [name for name in names if not name.endswith("_broken")]
     raise LookupError(

@@ -59,6 +59,8 @@ def _value(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
         return _section(node, field.section, path, problems)
     if node.value is BROKEN:
         return node
+    if field.is_target and field.is_list:
+        return _targets(node, field, path, problems)
     if field.is_target:
         if node.value is None:
             if field.default is not None:
@@ -75,6 +77,14 @@ def _value(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
     except Rejected as rejected:
         problems.add(node.place, path, str(rejected))
         return node
+
+
+def _targets(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
+    if not isinstance(node.value, list):
+        problems.add(node.place, path, f"{show(node.value)} is not accepted, give {field.accepted}")
+        return node
+    checked = [check_target(child, (*path, index), problems) for index, child in enumerate(node.value)]
+    return dataclasses.replace(node, value=checked)
 
 
 def from_plain(node: Node, value: object) -> Node:

@@ -20,7 +20,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def target(*, num_injected: int = 0, takes_arguments: bool = True) -> dict[str, Any]:
-    """Metadata of a dataclass field that holds a `_target_` with its arguments.
+    """Metadata of a dataclass field that holds a `_target_` with its arguments, or a list of them.
 
     The first `num_injected` positional arguments are given by safetrain, not by the config.
     """
@@ -50,6 +50,10 @@ class Field:
         return bool(self.metadata.get("target"))
 
     @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.type) is list
+
+    @property
     def bounds(self) -> dict[str, float]:
         return {name: self.metadata[name] for name in _BOUNDS if name in self.metadata}
 
@@ -61,7 +65,8 @@ class Field:
     def accepted(self) -> str:
         """In words: `an integer ≥ 1 or null`."""
         if self.is_target:
-            return "a _target_ with its arguments" + (" or null" if type(None) in members(self.type) else "")
+            what = "a list (a _target_ with its arguments each)" if self.is_list else "a _target_ with its arguments"
+            return what + (" or null" if type(None) in members(self.type) else "")
         return describe(self.type, self.bounds, self.choices)
 
     def read(self, value: Any, text: str | None = None) -> Any:

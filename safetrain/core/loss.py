@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import LossError, UsageError
 
@@ -68,7 +69,7 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
     return output if output.dim() == 0 else output.reshape(()), metrics
 
 
-def left_aside(output: Any) -> list[str]:
+def unlogged_values(output: Any) -> list[str]:
     """Names of the values that a step returned that are not numbers, and cannot be logged as metrics."""
     if isinstance(output, Tensor) or not isinstance(output, Mapping):
         return []
@@ -80,6 +81,25 @@ def check_graph(loss: Tensor, where: str) -> None:
         raise LossError(
             f"{where} returned a loss that is not connected to any trainable parameter, so it has no gradient.\n"
             "To fix: compute it from the model's output without .detach(), .item(), torch.no_grad() or a new torch.tensor(…)."
+        )
+
+
+def check_no_backward(parameters: Iterable[Tensor]) -> None:
+    """After the first forward pass of a run: gradients can only come from a backward in training_step."""
+    if any(p.grad is not None for p in parameters):
+        raise LossError(
+            "training_step called backward() itself, and the trainer calls it too, so every gradient would count twice.\n"
+            "To fix: return the loss without calling backward(); gradient penalties use torch.autograd.grad."
+        )
+
+
+def check_reached(optimizer: Optimizer) -> None:
+    """After the first backward pass of a run."""
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise LossError(
+            "the loss reaches none of the parameters that the optimizer moves, so training would change nothing.\n"
+            "To fix: compute the loss from the output of the model that is trained, and give the optimizer the parameters that "
+            "the loss depends on."
         )
 
 

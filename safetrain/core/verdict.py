@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +26,25 @@ class Action(enum.IntEnum):
         return self.name.lower()
 
 
+class Doubt(enum.Enum):
+    """How a doubtful refusal is confirmed."""
+
+    LAST_GOOD_BATCH = "last_good"
+    """The batch that was committed last has become bad too."""
+    SINCE_START = "start"
+    """The weights that training began with give a better loss on this very step."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A guard's answer about one step.
 
     `lr_scale` multiplies the scheduled learning rate of this step; `reason` is a sentence for people, required when the
-    step is refused; `evidence` holds the numbers behind it: `signal` and `value` name what tripped.
+    step is refused; `evidence` holds the numbers behind it for people: `signal` and `value` name what tripped. All that
+    recovery acts on are the fields below it.
 
     >>> Verdict()  # let the step pass
-    Verdict(action=<Action.COMMIT: 0>, lr_scale=1.0, reason='', evidence={}, salvage=False)
+    Verdict(action=<Action.COMMIT: 0>, lr_scale=1.0, reason='', evidence={})
     >>> refusal = Verdict(Action.SKIP, reason="loss 12 is above 10", evidence={"signal": "loss", "value": 12.0})
     """
 
@@ -42,8 +52,27 @@ class Verdict:
     lr_scale: float = 1.0
     reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    salvage: bool = False
+    salvage: bool = field(default=False, repr=False)
     """On a refusal: the window may be tried once more without its non-finite micro-batches."""
+    bad_samples: Mapping[int, Sequence[int]] = field(default_factory=dict, repr=False)
+    """Rows that are at fault, by the index of their micro-batch. They are reported, and quarantined if they come back."""
+    bad_state: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Names of parameters, optimizer state or buffers that are not sound, with what is wrong: skipping would not help."""
+    if_state_is_bad: bool = field(default=False, repr=False)
+    """On a ROLLBACK: several refusals in a row explain it as well as a bad state does, so go back only if the last good batch
+    no longer gives a good loss; otherwise the step is skipped."""
+    restart: bool = field(default=False, repr=False)
+    """If the run has to go back: training has led nowhere yet, so go to the first snapshot, at a lower learning rate."""
+    expected_loss: float | None = field(default=None, repr=False)
+    """What the loss was lately. A restart from a loss a million times as large lowers the learning rate twice."""
+    doubt: Doubt | None = field(default=None, repr=False)
+    """The refusal holds only if this look at the weights confirms it; otherwise the step is committed."""
+    doubt_margin: float = field(default=0.0, repr=False)
+    """Share of the loss by which the present weights must be worse than the first ones for `Doubt.SINCE_START`."""
+    detect_anomaly: bool = field(default=False, repr=False)
+    """Ask autograd's anomaly mode too when the refused step is replayed."""
+    recording: Any = field(default=None, repr=False)
+    """What the guard measured in this step; written into the incident's bundle next to the guard's `records()`."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
@@ -87,8 +116,8 @@ class Decision:
 
     @property
     def undoubted(self) -> Decision:
-        """What the guards say if all that is only doubtful passes (`doubtful` in a verdict's evidence)."""
-        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or not v.evidence.get("doubtful")}
+        """What the guards say if every refusal with a `doubt` passes."""
+        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or v.doubt is None}
         return self if len(sure) == len(self.verdicts) else merge(sure.items())
 
     @property

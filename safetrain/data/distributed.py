@@ -1,4 +1,4 @@
-"""Training data without indices, or with an order of its own, shared out among several processes."""
+"""Shards training data that is no map-style Dataset: loaders, iterables, lists, and data that is already sharded."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from ..distributed.collective import gather, of_first
+from ..distributed.comm import gather, of_first
 from ..tensors.nest import tensors_in
 from ..tensors.rng import RandomState
-from .sources import Loader, Source
+from .sources import LoaderSource, Source
 
 
-class Shared(Source):
-    """One process's part: every n-th batch, and the same number of batches on every process.
+class ShardedSource(Source):
+    """One process's shard: every n-th batch, and the same number of batches on every process.
 
-    All processes read the same batches in the same order: what the data draws at random comes from a stream of its own,
-    which is the same on all of them. Of a DataLoader over data with indices each process loads its own part only, and what
-    is left at the end of an epoch is dealt out sample by sample; of other data up to n - 1 batches are left out there.
+    All processes iterate over the same batches in the same order: the data draws its random numbers from a state of its own,
+    which is the same on all of them. With a DataLoader over a map-style Dataset each process loads its own shard only, and
+    the samples left over at the end of an epoch are divided evenly; of other data up to n - 1 batches are dropped there.
     """
 
     def __init__(self, whole: Source, rank: int, world_size: int) -> None:
         self._whole, self._rank, self.unit = whole, rank, world_size
         self.one_shot = whole.one_shot
         self._random: RandomState | None = None
-        """Of the data."""
+        """The random state of the data, separate from the model's."""
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         first = self.base + position * self.unit
@@ -39,22 +39,23 @@ class Shared(Source):
         if self._random is None:
             self._random = RandomState.from_plain(of_first(RandomState.capture().to_plain()))
         with self._random_of_data():
-            if isinstance(self._whole, Loader):
-                return self._whole.open_part(epoch, first, lambda indices: self._deal(indices, is_new))
+            if isinstance(self._whole, LoaderSource):
+                return self._whole.open_shard(epoch, first, lambda indices: self._shard(indices, is_new))
             batches = self._whole.open(epoch, first)
-        return self._deal(batches, is_new)
+        return self._shard(batches, is_new)
 
-    def _deal(self, batches: Iterator[Any], is_new: bool) -> Iterator[Any]:
+    def _shard(self, batches: Iterator[Any], is_new: bool) -> Iterator[Any]:
         while True:
             with self._random_of_data():
                 group = list(itertools.islice(batches, self.unit))
             if is_new and group:
-                _warn_of_different(group)
+                _warn_if_different(group)
                 is_new = False
             if len(group) < self.unit:
                 break
             yield group[self._rank]
-        if isinstance(self._whole, Loader) and not self._whole.drops_last and all(isinstance(g, list) for g in group):
+        whole = self._whole
+        if isinstance(whole, LoaderSource) and not whole.data.drop_last and all(isinstance(g, list) for g in group):
             samples = [index for batch in group for index in batch]
             if len(samples) >= self.unit:
                 begin, end = (len(samples) * share // self.unit for share in (self._rank, self._rank + 1))
@@ -78,7 +79,7 @@ class Shared(Source):
         return {**self._whole.state_dict(), "random": None if self._random is None else self._random.to_plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of a run in one process, where the data drew from the random stream that the model uses."""
+        """The state of a run in one process has no `random`: there the data drew from the random state of the model."""
         self._whole.load_state_dict(state)
         if (random := state.get("random")) is not None:
             self._random = RandomState.from_plain(random)
@@ -87,8 +88,8 @@ class Shared(Source):
         return self._whole.caveats()
 
 
-class OwnShare(Source):
-    """Data that gives each process its own part. The epoch ends for all when it ends for one."""
+class PreshardedSource(Source):
+    """Data that already gives each process its own shard. The epoch ends on all processes when it ends on one."""
 
     def __init__(self, part: Source, world_size: int) -> None:
         self._part, self.one_shot = part, part.one_shot
@@ -112,21 +113,20 @@ class OwnShare(Source):
         return self._part.caveats()
 
 
-def has_own_share(data: Any) -> bool:
-    """A loader that was made for several processes."""
+def is_presharded(data: Any) -> bool:
+    """Whether a DataLoader has a DistributedSampler."""
     samplers = [getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def _warn_of_different(group: list[Any]) -> None:
-    """Parts of different wholes may overlap, or leave something out."""
+def _warn_if_different(group: list[Any]) -> None:
     if len(set(gather(_digest(group)))) > 1:
         logging.getLogger("safetrain").warning(
             "%s",
-            "the processes do not see the same training data, so the parts that they take may overlap or leave samples out. "
-            "To fix: make the data in the same way on all processes (seed it); or, if it gives each process its own part "
-            "already, set data.sharded=true.",
+            "the processes do not see the same training data, so their shards may overlap or leave samples out. "
+            "To fix: create the data in the same way on all processes (seed it); or, if it already gives each process its own "
+            "shard, set data.sharded=true.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Samples that keep causing incidents: counted by their index in the data set, and left out of later epochs."""
+"""Samples that keep causing incidents, counted by their index in the data set and left out of later epochs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ QUARANTINE = "quarantine.jsonl"
 
 
 class Quarantine:
-    """The record; the data stream does the leaving out. Saved and resumed with the run, and never rewound by a rollback."""
+    """Counts incidents per sample; the data stream excludes the samples. Saved with the run, never rewound by a rollback."""
 
     def __init__(self, after: int | None, directory: Path | None) -> None:
-        """`after` so many incidents a sample is quarantined; None: never. The list is written to `directory`, if any."""
+        """A sample is quarantined after `after` incidents; None: never. The list is written to `directory`, if given."""
         self._after, self._directory = after, directory
         self._counts: Counter[int] = Counter()
         self._records: list[dict[str, Any]] = []
@@ -28,22 +28,22 @@ class Quarantine:
         return [record["id"] for record in self._records]
 
     def note(self, ids: Sequence[int], step: int, epoch: int, reason: str) -> list[str]:
-        """Count one more incident of these samples; a sentence for each."""
+        """Count one more incident of these samples; returns a message for each."""
         if self._after is None:
             return []
-        said = []
+        messages = []
         for index in ids:
             self._counts[index] += 1
             count = self._counts[index]
             if count == self._after:
                 self._records.append({"id": index, "step": step, "epoch": epoch, "count": count, "reason": reason})
-                said.append(
+                messages.append(
                     f"sample {index} of the data set has caused {count} incidents: it is left out of later epochs"
                 )
             else:
-                said.append(f"sample {index} of the data set has caused {count} of {self._after} incidents")
+                messages.append(f"sample {index} of the data set has caused {count} of {self._after} incidents")
         self._write()
-        return said
+        return messages
 
     def _write(self) -> None:
         if self._directory is None or not self._records:
@@ -57,7 +57,7 @@ class Quarantine:
         return {"counts": [list(item) for item in self._counts.items()], "records": [dict(r) for r in self._records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was listed after that state was saved is no longer so."""
+        """Samples quarantined after that state was saved are released, and the file is rewritten."""
         self._counts = Counter(dict(state["counts"]))
         self._records = [dict(record) for record in state["records"]]
         if self._directory is not None and not self._records:

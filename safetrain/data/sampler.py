@@ -1,4 +1,4 @@
-"""In which order the samples of a data set are visited, and by which process."""
+"""The order in which samples are visited, and by which process: a batch sampler that can start anywhere in an epoch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 
-class EpochBatches(Sampler[list[int]]):
-    """Batches of indices out of a permutation that depends on seed and epoch only, so any epoch can be entered anywhere.
+class ResumableBatchSampler(Sampler[list[int]]):
+    """Batches of indices of a permutation that depends on seed and epoch only, so an epoch can be resumed anywhere.
 
-    Several processes share them out: of every n batches in a row each takes one, so n processes visit in one go what one
-    process visits in n. What is left at the end of an epoch, less than n full batches, is dealt out evenly; if it is less
-    than one sample for each process, or with `drop_last`, it is left out.
+    With n processes each takes every n-th batch, so they visit in one step what one process visits in n. The remainder
+    of an epoch (less than n full batches) is divided evenly; it is dropped if it is less than one sample per process,
+    or with `drop_last`.
     """
 
     def __init__(
@@ -32,17 +32,17 @@ class EpochBatches(Sampler[list[int]]):
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.base = 0
-        """Samples of the epoch that were visited before the first batch: other than 0 after a resume with another `unit`."""
+        """Samples of the epoch visited before the first batch; not 0 only after a resume with another `unit`."""
         self.start = 0
-        """How many of this process's batches the next iteration leaves out at its beginning."""
+        """The batch of this process that the next iteration starts with."""
         self.left_out: Set[int] = frozenset()
-        """Indices that are not visited."""
+        """Indices that are excluded."""
         self._order: Sequence[int] | Tensor = ()
         self._order_of: tuple[int, Set[int]] | None = None
 
     @property
     def unit(self) -> int:
-        """Samples that all processes together take at a time."""
+        """Samples per global batch: of all processes together."""
         return self.batch_size * self.world_size
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class EpochBatches(Sampler[list[int]]):
             yield self.batch(position)
 
     def batch(self, position: int) -> list[int]:
-        """This process's batch at that position of the epoch; empty behind the end."""
+        """This process's batch at that position of the epoch; empty past the end."""
         order, first = self.order(), self.base + position * self.unit
         if position >= len(self):
             return []

@@ -1,163 +1,165 @@
-"""Kinds of training data, and how each is entered in the middle of an epoch."""
+"""Kinds of training data, and how each one resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..config.schema import DataConfig
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from ..errors import DataError
 from ..tensors.rng import RandomState, undisturbed_rng
-from .sampler import EpochBatches
+from .sampler import ResumableBatchSampler
 
 RE_ITERABLE = "To fix: pass a DataLoader, a Dataset, a list of batches, or a function that returns a new generator."
 WORKERS = (
-    "random numbers drawn by the data set inside loader workers start anew after a resume, because the workers do. "
+    "random numbers that the data set draws inside loader workers start over after a resume, because the workers do. "
     "If it draws any, seed them per sample (from its index and the epoch) to make a resume exact."
 )
 
 
 class Source:
-    """Batches of one epoch after another. `position` counts batches of the epoch that were handed out before."""
+    """Batches of one epoch after another. `position` is the number of batches of the epoch that were handed out before."""
 
     one_shot = False
     unit = 1
     """How much of the data (batches, or samples where their indices are known) all processes consume per position."""
     base = 0
-    """As much of the epoch was consumed before position 0; not 0 only after a resume with another `unit`."""
+    """How much of the epoch was consumed before position 0; not 0 only after a resume with another `unit`."""
     world_size: int | None = None
-    """Processes that the data was shared out for by itself: it can be entered in the middle by as many only."""
+    """For data that is already sharded: the number of processes. Only as many can resume in the middle of an epoch."""
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         raise NotImplementedError
 
     def num_batches(self) -> int | None:
-        """Of one epoch; None if that is not known beforehand."""
+        """Batches per epoch; None if that is not known beforehand."""
         return None
 
     def ids(self, position: int) -> Sequence[int] | None:
-        """Which samples the batch at that position of the epoch that is open consists of; None if that is not known."""
+        """Sample indices of the batch at that position of the current epoch; None if they are not known."""
         return None
 
     def leave_out(self, ids: Iterable[int]) -> None:
-        """Do without these samples from the next epoch on. Only asked for ids that were given."""
+        """Exclude these samples from the next epoch on. Only called with indices that `ids` returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `open` needs beside epoch and position."""
+        """What `open` needs in addition to epoch and position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def caveats(self) -> list[str]:
-        """What a resume cannot restore exactly, or does slowly."""
+        """What a resume cannot restore exactly, or restores slowly."""
         return []
 
 
-class MapData(Source):
-    """A data set with indices: any position is entered at once."""
+class MapSource(Source):
+    """A map-style data set: any position is reached at once."""
 
     def __init__(self, data: Dataset[Any], config: DataConfig, shuffle: bool, seed: int, rank: int, world_size: int):
-        self._seed, self._num_workers = seed, config.num_workers
-        self._batches = EpochBatches(
+        self.data, self._seed = data, seed
+        self.sampler = ResumableBatchSampler(
             _length(data), config.batch_size, seed, shuffle, config.drop_last, rank, world_size
         )
-        self.unit = self._batches.unit
-        # Its own generator: making an iterator must not draw from the random state that the model uses.
+        self.unit = self.sampler.unit
+        # A generator of its own: creating an iterator must not draw from the random state that the model uses.
         self._generator = torch.Generator()
-        self._loader = DataLoader(
-            data, batch_sampler=self._batches, num_workers=config.num_workers, generator=self._generator
+        self.loader = DataLoader(
+            data, batch_sampler=self.sampler, num_workers=config.num_workers, generator=self._generator
         )
         self._left_out_next: set[int] = set()
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         if position == 0 and self.base == 0:
             self._begin_epoch()
-        self._batches.epoch, self._batches.base, self._batches.start = epoch, self.base, position
+        self.sampler.epoch, self.sampler.base, self.sampler.start = epoch, self.base, position
         self._generator.manual_seed((self._seed + epoch) % 2**63)  # the seeds of the workers
-        return iter(self._loader)
+        return iter(self.loader)
 
     def _begin_epoch(self) -> None:
-        """What one process leaves out, all do: they share out the same permutation."""
-        if self._batches.world_size > 1:
-            known = gather((self._batches.length, sorted(self._left_out_next)))
+        """All processes shard the same permutation, so a sample that one of them excludes is excluded on all."""
+        if self.sampler.world_size > 1:
+            known = gather((self.sampler.length, sorted(self._left_out_next)))
             if len({length for length, _ in known}) > 1:
                 raise DataError(
                     f"the processes have data sets of different lengths: {', '.join(str(length) for length, _ in known)}.\n"
-                    "To fix: give every process the whole data set; each takes its part of it by itself. If each has its own "
-                    "part already, pass a DataLoader and set data.sharded=true."
+                    "To fix: give every process the whole data set, which is then sharded; if each process already has its "
+                    "own part, pass a DataLoader and set data.sharded=true."
                 )
             self._left_out_next.update(index for _, indices in known for index in indices)
-        self._batches.left_out = frozenset(self._left_out_next)
+        self.sampler.left_out = frozenset(self._left_out_next)
 
     def num_batches(self) -> int | None:
-        return len(self._loader)
+        return len(self.loader)
 
     def ids(self, position: int) -> Sequence[int] | None:
-        return self._batches.batch(position)
+        return self.sampler.batch(position)
 
     def leave_out(self, ids: Iterable[int]) -> None:
         self._left_out_next.update(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left_out": sorted(self._batches.left_out), "left_out_next": sorted(self._left_out_next)}
+        return {"left_out": sorted(self.sampler.left_out), "left_out_next": sorted(self._left_out_next)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batches.left_out = frozenset(state.get("left_out", ()))
+        self.sampler.left_out = frozenset(state.get("left_out", ()))
         self._left_out_next = set(state.get("left_out_next", ()))
 
     def caveats(self) -> list[str]:
-        return [WORKERS] if self._num_workers else []
+        return [WORKERS] if self.loader.num_workers else []
 
 
-class Listed(Source):
-    """A list of batches: any position is entered at once."""
+class ListSource(Source):
+    """A list of batches: any position is reached at once."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.data = data
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
-        return (self._batches[index] for index in range(position, len(self._batches)))
+        return (self.data[index] for index in range(position, len(self.data)))
 
     def num_batches(self) -> int | None:
-        return len(self._batches)
+        return len(self.data)
 
 
-class Iterated(Source):
-    """Anything that gives its batches in order: a position is reached by reading up to it.
+class IterableSource(Source):
+    """Anything that yields its batches in order: a position is reached by reading up to it.
 
-    Random numbers drawn when an epoch begins (a shuffle, say) are drawn again from the state they were drawn from then.
+    The random state at the start of the epoch is restored first, so that a shuffle gives the same order again.
     """
 
     def __init__(self, data: Any) -> None:
-        self._data = data
+        self.data = data
         self.one_shot = isinstance(data, Iterator)
         self._at_start: dict[str, Any] | None = None
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
-        _set_epoch(self._data, epoch)
+        with self._random_state_of_epoch(epoch, position):
+            return self._open_at(position)
+
+    @contextmanager
+    def _random_state_of_epoch(self, epoch: int, position: int) -> Iterator[None]:
+        """Inside, random numbers are those that were drawn when this epoch began."""
+        _set_epoch(self.data, epoch)
         if position == 0:
             self._at_start = {"global": RandomState.capture().to_plain(), "own": self._own_random_state()}
-            return iter(self._iterable())
+            yield
+            return
         with undisturbed_rng():
             if self._at_start is not None:
                 RandomState.from_plain(self._at_start["global"]).restore()
                 self._restore_own(self._at_start["own"])
-            return self._enter(position)
+            yield
 
-    def _enter(self, position: int) -> Iterator[Any]:
-        batches = iter(self._iterable())
-        for _ in range(position):
-            next(batches, None)
-        return batches
-
-    def _iterable(self) -> Iterable[Any]:
-        iterable: Iterable[Any] = self._data if hasattr(self._data, "__iter__") else self._data()
-        return iterable
+    def _open_at(self, position: int) -> Iterator[Any]:
+        batches: Iterator[Any] = iter(self.data if hasattr(self.data, "__iter__") else self.data())
+        return _skip(batches, position)
 
     def _own_random_state(self) -> list[torch.Tensor | None]:
         return [None if generator is None else generator.get_state() for generator in self._generators()]
@@ -168,8 +170,7 @@ class Iterated(Source):
                 generator.set_state(saved)
 
     def _generators(self) -> list[torch.Generator | None]:
-        samplers = [getattr(self._data, name, None) for name in ("sampler", "batch_sampler")]
-        return [getattr(owner, "generator", None) for owner in (self._data, *samplers)]
+        return [getattr(owner, "generator", None) for owner in (self.data, *_samplers(self.data))]
 
     def state_dict(self) -> dict[str, Any]:
         return {"at_start": self._at_start, "own": self._own_random_state()}
@@ -180,61 +181,44 @@ class Iterated(Source):
 
     def caveats(self) -> list[str]:
         slow = (
-            f"training data of type {type(self._data).__name__} can only be read from its beginning: a resume in the middle of an "
+            f"training data of type {type(self.data).__name__} can only be read from its beginning: a resume in the middle of an "
             "epoch reads up to where it was, and is exact if the data comes in the same order each time."
         )
-        return [slow, *([WORKERS] if getattr(self._data, "num_workers", 0) else [])]
+        return [slow, *([WORKERS] if getattr(self.data, "num_workers", 0) else [])]
 
 
-class Loader(Iterated):
-    """A DataLoader over data with indices: a position is entered by drawing indices only, nothing is loaded."""
+class LoaderSource(IterableSource):
+    """A DataLoader over a map-style data set: a position is reached by drawing indices only, without loading samples."""
 
-    def __init__(self, data: DataLoader[Any]) -> None:
-        super().__init__(data)
-        self._loader = data
+    data: DataLoader[Any]
 
-    @property
-    def drops_last(self) -> bool:
-        return self._loader.drop_last
-
-    def open_part(self, epoch: int, position: int, deal: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
-        """As `open`, but of the indices from that position on only what `deal` picks is loaded."""
-        _set_epoch(self._data, epoch)
-        if position == 0:
-            self._at_start = {"global": RandomState.capture().to_plain(), "own": self._own_random_state()}
-            return self._load(deal(self._indices(0)))
-        with undisturbed_rng():
-            if self._at_start is not None:
-                RandomState.from_plain(self._at_start["global"]).restore()
-                self._restore_own(self._at_start["own"])
+    def open_shard(self, epoch: int, position: int, shard: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Like `open`, but loads only what `shard` selects of the indices from that position on."""
+        with self._random_state_of_epoch(epoch, position):
             indices = self._indices(position)
-        return self._load(deal(indices))
+        return self._load(shard(indices))
 
     def num_batches(self) -> int | None:
         try:
-            return len(self._loader)
+            return len(self.data)
         except TypeError:  # a sampler without a length
             return None
 
-    def _enter(self, position: int) -> Iterator[Any]:
-        return self._load(self._indices(position))
+    def _open_at(self, position: int) -> Iterator[Any]:
+        return self._load(self._indices(position)) if position else iter(self.data)
 
     def _indices(self, position: int) -> Iterator[Any]:
-        """What the sampler gives from that position on."""
-        loader = self._loader
-        # As an iterator of the loader does when it is made; the sampler may draw its seed from what comes next.
+        """What the sampler yields from that position on."""
+        loader = self.data
+        # DataLoader's iterator draws its base seed first; the sampler may draw its own seed after it.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        for _ in range(position):
-            next(indices, None)
-        return indices
+        return _skip(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), position)
 
     def _load(self, indices: Iterator[Any]) -> Iterator[Any]:
-        loader = self._loader
+        loader = self.data
+        sampler = _IteratorSampler(indices)
         batching: dict[str, Any] = (
-            {"batch_size": None, "sampler": _Rest(indices)}
-            if loader.batch_sampler is None
-            else {"batch_sampler": _Rest(indices)}
+            {"batch_size": None, "sampler": sampler} if loader.batch_sampler is None else {"batch_sampler": sampler}
         )
         return iter(
             DataLoader(
@@ -252,17 +236,16 @@ class Loader(Iterated):
         )
 
     def caveats(self) -> list[str]:
-        samplers = [self._loader.sampler, self._loader.batch_sampler]
-        unknown = [type(s).__name__ for s in samplers if s is not None and not type(s).__module__.startswith("torch.")]
         order = [
-            f"a resume is exact if the order that {name} gives depends only on its set_epoch and on the global random state."
-            for name in unknown
+            f"a resume is exact if the order that {type(sampler).__name__} gives depends only on its set_epoch and on the global random state."
+            for sampler in _samplers(self.data)
+            if sampler is not None and not type(sampler).__module__.startswith("torch.")
         ]
-        return [*order, *([WORKERS] if self._loader.num_workers else [])]
+        return [*order, *([WORKERS] if self.data.num_workers else [])]
 
 
-class _Rest(Sampler[Any]):
-    """What an iterator of indices still has."""
+class _IteratorSampler(Sampler[Any]):
+    """Yields the rest of an iterator of indices."""
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -271,25 +254,25 @@ class _Rest(Sampler[Any]):
         return self._indices
 
 
-class Stateful(Source):
-    """Data that knows its own position (`state_dict`, `load_state_dict`): its next iterator goes on from there."""
+class StatefulSource(Source):
+    """Data that keeps its own position (`state_dict`, `load_state_dict`), like StatefulDataLoader: its next iterator continues there."""
 
     def __init__(self, data: Any) -> None:
-        self._data = data
+        self.data = data
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         if position == 0:
-            _set_epoch(self._data, epoch)
-            return iter(self._data)
+            _set_epoch(self.data, epoch)
+            return iter(self.data)
         with undisturbed_rng():
-            return iter(self._data)
+            return iter(self.data)
 
     def state_dict(self) -> dict[str, Any]:
-        with undisturbed_rng():  # it may have to make an iterator first
-            return {"loader": self._data.state_dict()}
+        with undisturbed_rng():  # it may have to create an iterator first
+            return {"loader": self.data.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._data.load_state_dict(state["loader"])
+        self.data.load_state_dict(state["loader"])
 
 
 def open_source(
@@ -297,36 +280,43 @@ def open_source(
 ) -> Source:
     """For a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator.
 
-    With several processes a Dataset is shared out among them; other data is whole on each.
+    With several processes a map-style Dataset is sharded; a source of other data still yields all of it on each process.
     """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        return MapData(data, config, shuffle, seed, rank, world_size)
+        return MapSource(data, config, shuffle, seed, rank, world_size)
     if isinstance(data, IterableDataset) and not _is_stateful(data):
         data = DataLoader(
             data, batch_size=config.batch_size, drop_last=config.drop_last, num_workers=config.num_workers
         )
-    source: Source
     if _is_stateful(data) and hasattr(data, "__iter__"):
-        source = Stateful(data)
-    elif isinstance(data, (list, tuple)):
-        source = Listed(data)
-    elif type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
-        source = Loader(data)
-    elif hasattr(data, "__iter__") or (callable(data) and not inspect.isclass(data)):
-        source = Iterated(data)
-    else:
-        raise DataError(f"cannot train on data of type {type(data).__name__}: it is not iterable.\n{RE_ITERABLE}")
-    return source
+        return StatefulSource(data)
+    if isinstance(data, (list, tuple)):
+        return ListSource(data)
+    if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
+        return LoaderSource(data)
+    if hasattr(data, "__iter__") or (callable(data) and not inspect.isclass(data)):
+        return IterableSource(data)
+    raise DataError(f"cannot train on data of type {type(data).__name__}: it is not iterable.\n{RE_ITERABLE}")
 
 
 def _is_stateful(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
+def _samplers(data: Any) -> list[Any]:
+    return [getattr(data, name, None) for name in ("sampler", "batch_sampler")]
+
+
 def _set_epoch(data: Any, epoch: int) -> None:
-    for owner in (getattr(data, "sampler", None), getattr(data, "batch_sampler", None), data):
+    for owner in (*_samplers(data), data):
         if set_epoch := getattr(owner, "set_epoch", None):
             set_epoch(epoch)
+
+
+def _skip(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in range(count):
+        next(iterator, None)
+    return iterator
 
 
 def _length(data: Dataset[Any]) -> int:

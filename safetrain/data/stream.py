@@ -1,4 +1,4 @@
-"""Training data as windows of micro-batches, and the cursor that says how far they have been consumed."""
+"""Training data as windows of micro-batches (one window per optimizer step), and the data cursor."""
 
 from __future__ import annotations
 
@@ -11,68 +11,69 @@ import torch
 from ..config.schema import DataConfig
 from ..errors import CheckpointError, DataError
 from ..tensors.nest import describe, is_flat, leaves, num_samples, to_device
-from .distributed import OwnShare, Shared, has_own_share
-from .sources import RE_ITERABLE, MapData, Source, open_source
+from .distributed import PreshardedSource, ShardedSource, is_presharded
+from .sources import RE_ITERABLE, MapSource, Source, open_source
 
 
 class BatchStream:
-    """Endless windows of micro-batches on the device, epoch after epoch.
+    """Windows of micro-batches on the device, epoch after epoch.
 
-    `epoch` and `num_consumed` (micro-batches of this epoch that were handed out) are the data cursor; loaders prefetch,
-    so only what was handed out counts.
+    `epoch` and `num_consumed` (micro-batches of this epoch that were handed out) are the data cursor; batches that a
+    loader has only prefetched do not count.
     """
 
     def __init__(self, source: Source, device: torch.device, what: str = "training data") -> None:
-        self._source, self._device, self._what = source, device, what
+        self.source, self._device, self._what = source, device, what
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.num_consumed = 0
 
     def take(self, count: int) -> list[Any]:
         """The next `count` micro-batches; fewer at the end of an epoch, none when the epoch is over."""
-        if self._iterator is None:
-            self._iterator = self._source.open(self.epoch, self.num_consumed)
-        window = [self._checked(batch) for batch in itertools.islice(self._iterator, count)]
+        window = [self._checked(batch) for batch in self._next(count)]
         self.num_consumed += len(window)
-        if not window and self.num_consumed == self._source.base == 0:
+        if not window and self.num_consumed == self.source.base == 0:
             raise DataError(self._nothing_left())
         return window
 
     def skip(self, count: int) -> None:
-        """Go past the next `count` micro-batches of this epoch without training on them."""
+        """Skip the next `count` micro-batches of this epoch without training on them."""
+        self.num_consumed += sum(1 for _ in self._next(count))
+
+    def _next(self, count: int) -> Iterator[Any]:
         if self._iterator is None:
-            self._iterator = self._source.open(self.epoch, self.num_consumed)
-        self.num_consumed += sum(1 for _ in itertools.islice(self._iterator, count))
+            self._iterator = self.source.open(self.epoch, self.num_consumed)
+        return itertools.islice(self._iterator, count)
 
     def ids(self, window: Sequence[Any]) -> list[Sequence[int]] | None:
-        """Which samples of the data set the micro-batches of the newest window are; None if that is not known."""
+        """Sample indices of each micro-batch of the latest window; None if they are not known."""
         first = self.num_consumed - len(window)
-        found = [self._source.ids(first + index) for index in range(len(window))]
+        found = [self.source.ids(first + index) for index in range(len(window))]
         known = [
             ids for ids, batch in zip(found, window, strict=True) if ids is not None and len(ids) == num_samples(batch)
         ]
         return known if len(known) == len(window) else None
 
     def num_batches(self) -> int | None:
-        """Micro-batches of an epoch; None if that is not known beforehand."""
-        return self._source.num_batches()
+        """Micro-batches per epoch; None if that is not known beforehand."""
+        return self.source.num_batches()
 
     def leave_out(self, ids: Iterable[int]) -> None:
-        """Do without these samples from the next epoch on."""
-        self._source.leave_out(ids)
+        """Exclude these samples from the next epoch on."""
+        self.source.leave_out(ids)
 
     def next_epoch(self) -> None:
         self._iterator = None
         self.epoch += 1
-        self.num_consumed = self._source.base = 0
+        self.num_consumed = self.source.base = 0
 
     def close(self) -> None:
-        """Let go of the loader's worker processes."""
+        """Release the loader's worker processes."""
         self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what the data itself needs to be entered there again."""
-        source = self._source
+        """The data cursor, and what the source needs to resume there."""
+        source = self.source
         return {
             "epoch": self.epoch,
             "num_consumed": self.num_consumed,
@@ -83,14 +84,14 @@ class BatchStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of another number of processes: what all of them together consumed of the epoch counts."""
-        source, self._iterator = self._source, None
+        """Also of a run with another number of processes: what all of them together have consumed of the epoch counts."""
+        source, self._iterator = self.source, None
         if state["num_consumed"] and state.get("world_size") != source.world_size:
             raise CheckpointError(
-                f"the training data gives each process its own part, so a run of {state.get('world_size') or 1} processes cannot be "
+                f"the training data gives each process its own shard, so a run of {state.get('world_size') or 1} processes cannot be "
                 f"resumed by {source.world_size or 1} in the middle of an epoch.\n"
-                "To fix: resume with as many processes; or let safetrain share out the data (pass the Dataset, or a DataLoader "
-                "without DistributedSampler)."
+                "To fix: resume with the same number of processes; or let safetrain shard the data (pass the Dataset, or a "
+                "DataLoader without DistributedSampler)."
             )
         self.epoch = state["epoch"]
         consumed = state.get("base", 0) + state["num_consumed"] * state.get("unit", source.unit)
@@ -101,8 +102,8 @@ class BatchStream:
         source.load_state_dict(state["source"])
 
     def caveats(self) -> list[str]:
-        """What a resume cannot restore exactly, or does slowly."""
-        return self._source.caveats()
+        """What a resume cannot restore exactly, or restores slowly."""
+        return self.source.caveats()
 
     def _checked(self, batch: Any) -> Any:
         if not is_flat(batch) and next(leaves(batch), None) is None:
@@ -113,15 +114,14 @@ class BatchStream:
         return to_device(batch, self._device)
 
     def _nothing_left(self) -> str:
-        if self._source.one_shot and self.epoch > 0:
+        if self.source.one_shot and self.epoch > 0:
             return (
-                f"the {self._what} is a one-shot iterator that ran out after {self.epoch} pass, and the run is not "
+                f"the {self._what} is a one-shot iterator that was exhausted after {self.epoch} epoch(s), before the run was "
                 f"finished.\n{RE_ITERABLE}"
             )
         return (
-            f"the {self._what} is empty: it gave no batch in epoch "
-            f"{self.epoch}.\nTo fix: check the path and length of the data set; with drop_last=True the data must hold at "
-            "least one full batch per process."
+            f"the {self._what} is empty: it gave no batch in epoch {self.epoch}.\nTo fix: check the path and length of the "
+            "data set; with drop_last=True it must hold at least one full batch per process."
         )
 
 
@@ -138,12 +138,12 @@ def open_stream(
 ) -> BatchStream:
     """A stream over a DataLoader, a Dataset, any re-iterable of batches, or a function that returns an iterator.
 
-    With several processes, each gets its part of the batches.
+    With several processes, each gets its shard of the batches.
     """
-    if world_size > 1 and (config.sharded or has_own_share(data)):
-        source: Source = OwnShare(open_source(data, config, shuffle=shuffle, seed=seed), world_size)
+    if world_size > 1 and (config.sharded or is_presharded(data)):
+        source: Source = PreshardedSource(open_source(data, config, shuffle=shuffle, seed=seed), world_size)
     else:
         source = open_source(data, config, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        if world_size > 1 and not isinstance(source, MapData):
-            source = Shared(source, rank, world_size)
+        if world_size > 1 and not isinstance(source, MapSource):
+            source = ShardedSource(source, rank, world_size)
     return BatchStream(source, device, what)

@@ -1,11 +1,11 @@
-"""What ranks tell each other in every step, and what follows from it: plain numbers in, the same answer on every rank out.
+"""What ranks report to each other in every step, and what follows from it: plain numbers in, the same answer on every rank.
 
 The numbers of a step travel as one vector of equal length on every rank:
 
-    how this rank is | for each known name: how many values, and their sum
+    status of this rank | for each known name: how many values, and their sum
 
 A name that is not there on some rank (a metric that only rank 0 returns) counts zero values there. A name that was never
-seen before is told apart from the vector, once; from then on it has its place in it.
+seen before is sent as an object, once; from then on it has its place in the vector.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 from ..core.verdict import Action, Decision, Verdict, merge
 
 
-class Status(enum.IntEnum):
+class RankState(enum.IntEnum):
+    """Where a rank is in the step."""
+
     STEP = 0
     """Has run its forward passes."""
     END = 1
@@ -33,17 +35,17 @@ class Status(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Word:
-    """How a rank is: the first numbers of its vector."""
+class RankStatus:
+    """The first numbers of a rank's vector."""
 
-    status: Status
+    state: RankState
     signal: int = 0
     out_of_time: bool = False
     trail: int = 0
     """A checksum of everything decided so far; equal on all ranks as long as they decide alike."""
     last_norm: float = 0.0
     """The gradient norm of its last step, which was reduced over all ranks."""
-    is_measured_later: bool = False
+    has_late_signals: bool = False
     """Some of its numbers are known after backward only, and are exchanged then."""
     num_unknown: int = 0
     """Names that have no place in the vector yet."""
@@ -51,13 +53,13 @@ class Word:
     LENGTH = 7
 
     def pack(self) -> list[float]:
-        numbers = (self.status, self.signal, self.out_of_time, self.trail, self.last_norm, self.is_measured_later)
+        numbers = (self.state, self.signal, self.out_of_time, self.trail, self.last_norm, self.has_late_signals)
         return [*map(float, numbers), float(self.num_unknown)]
 
     @classmethod
-    def unpack(cls, numbers: Sequence[float]) -> Word:
-        status, signal, out_of_time, trail, norm, later, unknown = numbers
-        return cls(Status(int(status)), int(signal), bool(out_of_time), int(trail), norm, bool(later), int(unknown))
+    def unpack(cls, numbers: Sequence[float]) -> RankStatus:
+        state, signal, out_of_time, trail, norm, later, unknown = numbers
+        return cls(RankState(int(state)), int(signal), bool(out_of_time), int(trail), norm, bool(later), int(unknown))
 
 
 Values = Mapping[str, Sequence[Tensor | float]]
@@ -92,24 +94,24 @@ class Layout:
         known = set(self.names)
         self.names += [name for name in dict.fromkeys(names) if name not in known]
 
-    def pack(self, word: Word, values: Values, device: torch.device) -> Tensor:
+    def pack(self, status: RankStatus, values: Values, device: torch.device) -> Tensor:
         """Stays on the device."""
         counts = [float(len(values.get(name, ()))) for name in self.names]
         totals = [_total(values.get(name, ())) for name in self.names]
         wide = torch.float64
         if device.type == "cpu":
-            return torch.tensor([*word.pack(), *counts, *map(float, totals)], dtype=wide)
-        known = torch.tensor([*word.pack(), *counts], dtype=wide).to(device, non_blocking=True)
+            return torch.tensor([*status.pack(), *counts, *map(float, totals)], dtype=wide)
+        known = torch.tensor([*status.pack(), *counts], dtype=wide).to(device, non_blocking=True)
         if not totals:
             return known
         return torch.cat([known, torch.stack([torch.as_tensor(t).to(device, wide).reshape(()) for t in totals])])
 
-    def unpack(self, numbers: Sequence[float]) -> tuple[Word, Row]:
+    def unpack(self, numbers: Sequence[float]) -> tuple[RankStatus, Row]:
         num_names = len(self.names)
-        counts = numbers[Word.LENGTH : Word.LENGTH + num_names]
-        totals = numbers[Word.LENGTH + num_names :]
+        counts = numbers[RankStatus.LENGTH : RankStatus.LENGTH + num_names]
+        totals = numbers[RankStatus.LENGTH + num_names :]
         triples = zip(self.names, counts, totals, strict=True)
-        return Word.unpack(numbers[: Word.LENGTH]), {n: Tally(int(c), t) for n, c, t in triples if c}
+        return RankStatus.unpack(numbers[: RankStatus.LENGTH]), {n: Tally(int(c), t) for n, c, t in triples if c}
 
 
 def tallied(values: Values) -> Row:
@@ -140,33 +142,33 @@ def largest_over(rows: Sequence[Row], name: str) -> float:
 
 
 @dataclass(frozen=True)
-class Told:
-    """Everything the ranks told each other about a step. Equal on every rank."""
+class RankReports:
+    """Everything that the ranks reported about a step. Equal on every rank."""
 
-    words: Sequence[Word]
+    statuses: Sequence[RankStatus]
     rows: Sequence[Row] = ()
 
-    def with_status(self, *statuses: Status) -> list[int]:
-        return [rank for rank, word in enumerate(self.words) if word.status in statuses]
+    def in_state(self, *states: RankState) -> list[int]:
+        return [rank for rank, status in enumerate(self.statuses) if status.state in states]
 
     @property
     def signal(self) -> int | None:
-        return next((word.signal for word in self.words if word.signal), None)
+        return next((status.signal for status in self.statuses if status.signal), None)
 
     @property
     def out_of_time(self) -> bool:
-        return any(word.out_of_time for word in self.words)
+        return any(status.out_of_time for status in self.statuses)
 
     @property
     def rank_of_signal(self) -> int:
-        return next((rank for rank, word in enumerate(self.words) if word.signal), 0)
+        return next((rank for rank, status in enumerate(self.statuses) if status.signal), 0)
 
     @property
-    def come_apart(self) -> list[int]:
+    def diverged(self) -> list[int]:
         """Ranks whose record of the run so far is not that of rank 0."""
-        first = self.words[0]
+        first = self.statuses[0]
         return [
-            r for r, w in enumerate(self.words) if w.trail != first.trail or not _alike(w.last_norm, first.last_norm)
+            r for r, w in enumerate(self.statuses) if w.trail != first.trail or not _alike(w.last_norm, first.last_norm)
         ]
 
     @property
@@ -183,13 +185,13 @@ class Told:
         """All ranks, the likeliest to be at fault first: who raised, who has numbers that are not finite, the larger loss."""
 
         def suspicion(rank: int) -> tuple[bool, int, float, int]:
-            failed = self.words[rank].status >= Status.FAILED
+            failed = self.statuses[rank].state >= RankState.FAILED
             row = self.rows[rank] if self.rows else {}
             num_bad = sum(not math.isfinite(tally.total) for tally in row.values())
             loss = self.losses[rank] if self.rows else 0.0
             return not failed, -num_bad, -loss if math.isfinite(loss) else 0.0, rank
 
-        return sorted(range(len(self.words)), key=suspicion)
+        return sorted(range(len(self.statuses)), key=suspicion)
 
 
 def _alike(one: float, other: float) -> bool:
@@ -197,27 +199,27 @@ def _alike(one: float, other: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Opinion:
+class RankDecision:
     """A rank's own decision about a refused step, for the others."""
 
     decision: Decision
     is_bystander: bool = False
-    """It only heard that another rank raised, so what its guards say of the step means nothing."""
+    """It raised only because another rank did, so its guards' verdicts on the step mean nothing."""
     late_error: str | None = None
-    """Its backward raised after it had told the others that its step is fine."""
+    """Its backward raised after it had reported a finished forward."""
 
 
-def merged(opinions: Sequence[Opinion], suspects: Sequence[int]) -> Decision:
+def merged(decisions: Sequence[RankDecision], suspects: Sequence[int]) -> Decision:
     """One decision for all: every guard's most severe verdict over the ranks, in the words of the likeliest culprit."""
     verdicts: dict[str, Verdict] = {}
     for rank in suspects:
-        if opinions[rank].is_bystander:
+        if decisions[rank].is_bystander:
             continue
-        for guard, verdict in opinions[rank].decision.verdicts.items():
+        for guard, verdict in decisions[rank].decision.verdicts.items():
             if guard not in verdicts or _outweighs(verdict, verdicts[guard]):
                 verdicts[guard] = _of_rank(verdict, rank)
     for rank in suspects:
-        if (text := opinions[rank].late_error) is not None:
+        if (text := decisions[rank].late_error) is not None:
             evidence = {"signal": "exception", "value": math.nan, "rank": rank}
             verdicts["loop"] = Verdict(Action.SKIP, reason=f"on rank {rank}, {text}", evidence=evidence)
             break
@@ -225,10 +227,10 @@ def merged(opinions: Sequence[Opinion], suspects: Sequence[int]) -> Decision:
 
 
 def _outweighs(verdict: Verdict, other: Verdict) -> bool:
-    """More severe; or as severe, and it can name samples where the other cannot."""
+    """More severe; or as severe, and it names samples where the other does not."""
     if verdict.action is not other.action:
         return verdict.action > other.action
-    return bool(verdict.evidence.get("rows")) and not other.evidence.get("rows")
+    return bool(verdict.bad_samples) and not other.bad_samples
 
 
 def _of_rank(verdict: Verdict, rank: int) -> Verdict:
@@ -238,7 +240,7 @@ def _of_rank(verdict: Verdict, rank: int) -> Verdict:
 
 
 @dataclass
-class Share:
+class LocalBlame:
     """What a refused step means for this rank's own window."""
 
     guilty: dict[int, list[int]] = field(default_factory=dict)

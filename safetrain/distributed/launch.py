@@ -1,7 +1,7 @@
-"""`--nproc N`: the same command in several processes on this machine.
+"""`--nproc N`: runs the same command in N processes on this machine.
 
-torch's elastic launcher starts them and ends the others when one fails. Here: where their output goes, whose failure it was,
-and which exit code that makes.
+torch's elastic launcher starts them, and terminates the others when one fails. This module decides where their output goes,
+which rank failed first, and the exit code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAIL = 60
 
 
 def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Callable[[str], None]) -> int:
-    """Run `safetrain ARGUMENTS` in so many processes; returns 0, or the exit code of the rank that failed first.
+    """Run `safetrain ARGUMENTS` in `num_processes` processes; returns 0, or the exit code of the rank that failed first.
 
     The output of every rank is kept in `logs/` of the run directory; that of rank 0 is also shown.
     """
@@ -40,14 +40,14 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
 
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError(
-            "--nproc starts processes, and this is already one that a launcher has started (RANK is set).\n"
+            "--nproc starts processes itself, but a launcher has already started this one (RANK is set).\n"
             "To fix: leave --nproc out, or start the command without torchrun and accelerate launch."
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
     logs = _new_directory(run_dir / "logs")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says is said here
-    scratch = tempfile.TemporaryDirectory()  # for what torch itself would keep of the ranks
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # `_report` reports it
+    scratch = tempfile.TemporaryDirectory()  # for torch's own log files
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,7 +59,7 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
         local_addr="localhost",
         max_restarts=0,
         role="",
-        log_line_prefix_template="${role_name}",  # nothing: what rank 0 prints is shown as it is
+        log_line_prefix_template="${role_name}",  # empty: the output of rank 0 is shown without a prefix
     )
     try:
         elastic_launch(config, sys.executable)("-m", "safetrain", *arguments)
@@ -74,7 +74,7 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """The arguments without an option and its value, in either spelling."""
+    """The arguments without `--option value` or `--option=value`."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -86,8 +86,10 @@ def without_option(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def record_failure(error: BaseException, code: int) -> None:
-    """Leave word, for whoever launched this process, that it failed by itself and not because another did, and with which exit
-    code: the launcher may end it before it comes to that."""
+    """Record for the launcher that this rank failed by itself (not because another rank did), and its exit code.
+
+    The launcher may terminate the process before it exits with that code.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or isinstance(error, RankError):
         return
@@ -101,7 +103,7 @@ def record_failure(error: BaseException, code: int) -> None:
 
 
 def _new_directory(parent: Path) -> Path:
-    """One for each launch: a resumed run keeps the output of the one before."""
+    """A numbered one for each launch, so that a resume keeps the earlier output."""
     number = 1
     while True:
         path = parent / str(number)
@@ -116,7 +118,7 @@ def _rank_logs(directory: Path, scratch: str) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
 
     class RankLogs(DefaultLogsSpecs):
-        """Files that are named after their rank, in one directory."""
+        """Log files named after their rank, in one directory."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             made = super().reify(envs)
@@ -131,7 +133,7 @@ def _rank_logs(directory: Path, scratch: str) -> Any:
                 envs[rank]["TORCHELASTIC_ERROR_FILE"] = file
             return dest
 
-    # A terminal stays rank 0's own, so that it can draw on it; its errors are kept in any case.
+    # On a terminal, stdout of rank 0 is not redirected, so that it can draw progress; its stderr always is.
     shown = Std.ERR if sys.stdout.isatty() else Std.ALL
     redirected = dict.fromkeys(range(1, 4096), Std.ALL) | {0: shown}
     return RankLogs(log_dir=scratch, redirects=redirected, tee={0: shown})
@@ -146,20 +148,14 @@ def _named_after_rank(path: str, rank: int, directory: Path) -> str:
 def _recorded_code(error_file: str) -> int | None:
     try:
         code = json.loads(Path(error_file).read_text())["message"]["extraInfo"].get(EXIT_CODE)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # none, or torch's own, which is written otherwise
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # no record, or one that torch wrote itself
     return code if isinstance(code, int) else None
 
 
 def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str], None]) -> int:
-    """Say whose failure it was, in its own words."""
-    # A rank that only heard of another's failure leaves no word of its own.
+    """Report which rank failed first, with the end of its error output; returns its exit code."""
+    # A rank that failed only because another did writes no error file.
     ranks = sorted(failures, key=lambda rank: (not Path(failures[rank].error_file).is_file(), failures[rank].timestamp))
     rank, failure = ranks[0], failures[ranks[0]]
     code = _recorded_code(failure.error_file)
@@ -167,9 +163,9 @@ def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str]
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     errors = logs / f"rank-{rank}.stderr.log"
     lines = errors.read_text(errors="replace").splitlines() if errors.is_file() else []
-    shown = logs / "rank-0.stderr.log"  # when it came
+    shown = logs / "rank-0.stderr.log"  # was shown as it was written
     known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()
     if not known.issuperset(lines):
-        say("\n".join(["", f"rank {rank} says:", *lines[-TAIL:]]))
+        say("\n".join(["", f"error output of rank {rank}:", *lines[-TAIL:]]))
     say(f"\nrank {rank} failed first, with exit code {code}; the output of each rank is in {logs}")
     return code

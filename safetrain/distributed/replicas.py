@@ -23,7 +23,7 @@ class Replicas:
         self._before_backward: int | None = None
         self._entered = False
         self.has_order = False
-        """DDP has seen a backward, from which it takes the order in which it sums gradients from then on."""
+        """DDP has seen a backward, whose order of gradients it uses for its buckets from then on."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -47,20 +47,20 @@ class Replicas:
         self.has_order = True
 
     def sync_buffers(self) -> None:
-        """Those of rank 0 on every rank, as DDP does before a forward pass."""
+        """Broadcast the buffers of rank 0, as DDP does before a forward pass."""
         if self._has_buffers and self.model is not None:
             self.model._sync_buffers()  # type: ignore[no-untyped-call]
 
     def stand_in(self, poison: bool = False) -> bool:
         """Take part in what is left of the others' exchange of gradients, with zeros.
 
-        `poison`: with NaN, because the others have been told already that this rank's step is fine. False: there was nothing
-        left to take part in.
+        `poison`: with NaN, because this rank has already reported its step as fine. Returns False if nothing was left to
+        take part in.
         """
         model = self.model
         assert model is not None
         if not self._entered:
-            model.reducer._rebuild_buckets()  # what its forward would have begun with
+            model.reducer._rebuild_buckets()  # the first thing that its forward would have done
         num_reduced = 0 if self._before_backward is None else _num_collectives() - self._before_backward
         left = model.reducer._get_zeros_like_grad_buckets()[num_reduced:]
         for bucket in left:
@@ -84,6 +84,6 @@ class Replicas:
 
 
 def _num_collectives() -> int:
-    """How many the default process group has begun: how else to know how many buckets DDP has sent off."""
+    """The number of collectives the default process group has started, which counts the buckets that DDP has sent."""
     group: Any = dist.group.WORLD
     return int(group._get_sequence_number_for_group())

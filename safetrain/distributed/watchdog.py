@@ -1,7 +1,7 @@
-"""Where each rank is, known to the others even when it hangs: a thread of each tells it to the store of the process group.
+"""Finds out which rank is missing when a collective times out, and at which line of code it hangs.
 
-A collective that waits for too long raises by itself (the timeout of the process group). What torch says then is which
-connection failed; who is missing, and in which line of code, is found out here.
+A thread of each rank reports its phase to the store of the process group, even while the rank hangs. torch's own error
+after the timeout names only the connection that failed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 PERIOD = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 PATIENCE = 16 * PERIOD
-"""Seconds in which a rank that lives answers; one that does not is taken for gone."""
+"""Seconds to wait for an answer before a rank is considered gone."""
 
 
 class Watchdog:
@@ -38,23 +38,23 @@ class Watchdog:
             self._thread.start()
 
     def at(self, phase: str, step: int | None = None, waiting: bool = False) -> None:
-        """This rank is here now. Costs an assignment."""
+        """Set the current phase of this rank. Costs an assignment; the thread reports it."""
         self._phase = (phase, waiting, time.time())
         if step is not None:
             self._step = step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, this rank waits for others."""
+        """Inside, this rank waits for other ranks."""
         before = self._phase
         self.at(name, waiting=True)
         yield
         self._phase = before
 
     def failed(self, text: str) -> None:
-        """Let the others know what ended this rank."""
+        """Report to the other ranks what ended this one."""
         self._failure = text
-        self._tell()
+        self._report()
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -66,9 +66,9 @@ class Watchdog:
 
     def _live(self) -> None:
         while not self._closing.wait(PERIOD):
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         store, (phase, waiting, since) = self._store, self._phase
         if store is None:
             return
@@ -82,7 +82,7 @@ class Watchdog:
             "host": socket.gethostname(),
             "failure": self._failure,
         }
-        with contextlib.suppress(Exception):  # the store may be gone with the rank that kept it
+        with contextlib.suppress(Exception):  # the store is gone if the rank that hosts it is
             store.set(f"rank/{self._rank}", json.dumps(about))
             if store.check(["asked"]):
                 store.set(f"stack/{self._rank}", self._own_stack() or "unknown")
@@ -94,7 +94,7 @@ class Watchdog:
     # ---- who is missing ----------------------------------------------------------------------------------------
 
     def who_is_missing(self, problem: str) -> str:
-        """A message that names the ranks the others wait for, and where they are."""
+        """A message that names the missing ranks, and the line of code each of them is at."""
         head = f"rank {self._rank} waited for the other ranks in vain, at step {self._step}: {problem}"
         if self._store is None:
             return f"{head}\nTo fix: look at the output of the other ranks."
@@ -102,7 +102,7 @@ class Watchdog:
         others = {rank: self._about(rank) for rank in range(self._world_size) if rank != self._rank}
         if missing := {rank: about for rank, about in others.items() if about and about["failure"]}:
             lines = [f"rank {rank} failed: {about['failure']}" for rank, about in missing.items()]
-            return "\n".join([head, *lines, "To fix: mend what the first of them raised."])
+            return "\n".join([head, *lines, "To fix: fix what the first of them raised."])
         gone = {r: a for r, a in others.items() if a is None or r not in stacks}
         busy = {r: a for r, a in others.items() if a is not None and r not in gone and not a["waiting"]}
         lines = [f"rank {rank} is gone: {_last_seen(about)}" for rank, about in gone.items()]
@@ -111,30 +111,30 @@ class Watchdog:
             lines.append(
                 f"rank {rank} is missing: {_where(about)}, for {seconds:.0f} s (pid {about['pid']} on {about['host']})"
             )
-            lines.append(f"  it is here (most recent call last):\n{stacks[rank].rstrip()}")
+            lines.append(f"  its stack (most recent call last):\n{stacks[rank].rstrip()}")
         if not lines:
             lines = [f"rank {rank} was {_where(about)}" for rank, about in others.items() if about]
-        fix = f"find out why it is not with the others; if it only needs longer, raise loop.rank_timeout_seconds ({self.timeout_seconds:g})"
+        fix = f"find out why it is not at the same collective; if it is only slow, raise loop.rank_timeout_seconds ({self.timeout_seconds:g})"
         return "\n".join([head, *lines, f"To fix: {fix}."])
 
     def _ask_for_stacks(self) -> dict[int, str]:
-        """The stack of every other rank that still gives signs of life."""
+        """The stack of every other rank that still sends heartbeats."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         stacks: dict[int, str] = {}
-        with contextlib.suppress(Exception):  # the rank that kept the store is gone
+        with contextlib.suppress(Exception):  # the rank that hosts the store is gone
             assert self._store is not None
             self._store.set("asked", "1")
-            seen = {rank: self._sign_of_life(rank) for rank in others}
+            seen = {rank: self._last_heartbeat(rank) for rank in others}
             deadline = time.monotonic() + PATIENCE
             while len(stacks) < len(others) and time.monotonic() < deadline:
                 self._closing.wait(PERIOD)
-                alive = [rank for rank in others if self._sign_of_life(rank) != seen[rank]]
+                alive = [rank for rank in others if self._last_heartbeat(rank) != seen[rank]]
                 stacks = {rank: stack for rank in alive if (stack := self._get(f"stack/{rank}")) is not None}
                 if any(about and about["failure"] for about in map(self._about, others)):
                     break
         return stacks
 
-    def _sign_of_life(self, rank: int) -> float:
+    def _last_heartbeat(self, rank: int) -> float:
         about = self._about(rank)
         return 0.0 if about is None else float(about["time"])
 
@@ -147,12 +147,12 @@ class Watchdog:
             if self._store is None or not self._store.check([key]):
                 return None
             return bytes(self._store.get(key)).decode()
-        except Exception:  # the rank that kept the store is gone
+        except Exception:  # the rank that hosts the store is gone
             return None
 
 
 def _open_store() -> Any:
-    """A connection of our own to the store that the process group was made with; None if that is not to be had."""
+    """A connection of our own to the store of the process group; None if it is not reachable."""
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def _open_store() -> Any:
         return None
     try:
         store = TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False)
-    except Exception:  # a process group that was made in another way
+    except Exception:  # a process group that was initialised without a TCPStore
         return None
     return PrefixStore("safetrain", store)
 
@@ -173,6 +173,6 @@ def _where(about: dict[str, Any]) -> str:
 
 def _last_seen(about: dict[str, Any] | None) -> str:
     if about is None:
-        return "it never gave a sign of life"
+        return "it never sent a heartbeat"
     ago = time.time() - about["time"]
-    return f"its last sign of life was {ago:.0f} s ago, {_where(about)} (pid {about['pid']} on {about['host']})"
+    return f"its last heartbeat was {ago:.0f} s ago, {_where(about)} (pid {about['pid']} on {about['host']})"

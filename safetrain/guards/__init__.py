@@ -10,7 +10,11 @@ from .base import REGISTRY, Guard
 DEFAULT = ("finite", "clip", "backoff", "spike", "rollback", "stall")
 """Guards that are on unless the config turns them off with `null`."""
 
+_NOT_GUARDS = ("batch_checks", "guard_set", "probes", "statistics")
+"""What guards use. Two of these need torch, which reading a config must not import."""
+
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+    if _module.name not in _NOT_GUARDS:
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = ["DEFAULT", "REGISTRY", "Guard"]

@@ -71,9 +71,9 @@ class Activations(Guard):
                     reason = (
                         f"{name} of the output of {module or 'the model'} is {numbers[name]:.4g}, above {limit:.4g}"
                     )
-                    found = {"signal": f"{module}.{name}", "value": numbers[name], "activations": watched}
-                    return Verdict(Action.SKIP, reason=reason, evidence=found)
-        return Verdict(evidence={"activations": watched}) if watched and view.in_trouble else COMMIT
+                    found = {"signal": f"{module}.{name}", "value": numbers[name]}
+                    return Verdict(Action.SKIP, reason=reason, evidence=found, recording=watched)
+        return Verdict(recording=watched) if watched and view.in_trouble else COMMIT
 
     def learn(self, view: StepView, decision: Decision) -> None:
         if watched := self._watched(view):

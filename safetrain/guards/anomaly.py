@@ -59,7 +59,7 @@ class Anomaly(Guard):
             evidence = {"signal": "backward", "value": str(view.error)}
             return Verdict(Action.SKIP, reason=str(view.error), evidence=evidence)
         if self.config.mode == "replay" and view.in_trouble:
-            return Verdict(evidence={"detect_anomaly": True})
+            return Verdict(detect_anomaly=True)
         return COMMIT
 
     def _raised(self, view: StepView) -> bool:

@@ -66,15 +66,21 @@ class Batch(Guard):
         bad = view.signals.get(f"{self.name}.bad", 0.0) != 0.0
         if not (bad or view.error) or (self.config.only_if_bad and not view.in_trouble):
             return COMMIT
-        from .batch_checks import evidence, sentence
+        from .batch_checks import bad_rows, evidence, sentence
 
         problems = self._checks().problems(window := view.window())
         if not (bad or problems):  # it raised for another reason
             return COMMIT
         action = Action.COMMIT if self.config.action == "warn" else Action.SKIP
         drop = self.config.action == "drop"
-        found, salvage = {**evidence(problems, window), "drop": drop}, drop and view.in_trouble and len(window) > 1
-        return Verdict(action, reason=sentence(problems), evidence=found, salvage=salvage)
+        rows = bad_rows(problems)
+        return Verdict(
+            action,
+            reason=sentence(problems),
+            evidence={**evidence(problems, rows, window), "drop": drop},
+            salvage=drop and view.in_trouble and len(window) > 1,
+            bad_samples=rows,
+        )
 
     def explains(self, view: StepView) -> bool:
         refuses = self.config.action != "warn" and isinstance(view.error, RAISED)

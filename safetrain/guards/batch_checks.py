@@ -116,19 +116,23 @@ def sentence(problems: Sequence[Problem]) -> str:
     return "; ".join(map(str, problems[:3])) + more or "bad data on another rank"
 
 
-def evidence(problems: Sequence[Problem], window: Sequence[Any]) -> dict[str, Any]:
+def bad_rows(problems: Sequence[Problem]) -> dict[int, list[int]]:
+    """The rows with a problem, by micro-batch."""
+    rows: dict[int, set[int]] = {}
+    for problem in problems:
+        rows.setdefault(problem.micro_batch, set()).update(problem.rows)
+    return {index: sorted(found) for index, found in rows.items()}
+
+
+def evidence(problems: Sequence[Problem], rows: Mapping[int, Sequence[int]], window: Sequence[Any]) -> dict[str, Any]:
     """For a verdict: `samples` counts through the window, `rows` are by micro-batch."""
-    rows: dict[int, list[int]] = {}
-    for index in dict.fromkeys(problem.micro_batch for problem in problems):
-        found = {row for problem in problems if problem.micro_batch == index for row in problem.rows}
-        rows[index] = sorted(found)
     starts = list(itertools.accumulate(map(num_samples, window), initial=0))
     return {
         "signal": problems[0].kind if problems else "other_rank",
         "value": problems[0].detail if problems else "",
         "fields": list(dict.fromkeys(problem.field for problem in problems)),
         "samples": [starts[index] + row for index, found in rows.items() for row in found],
-        "rows": rows,
+        "rows": dict(rows),
     }
 
 

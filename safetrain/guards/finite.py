@@ -65,14 +65,15 @@ class Finite(Guard):
             what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             reason = f"{reason}; the training state itself is not finite: {what}{more}"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "bad_state": dict(bad)})
+            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, bad_state=dict(bad))
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row"
-            return Verdict(Action.ROLLBACK, reason=f"{reason} (max_consecutive)", evidence={**evidence, "probe": True})
+            reason = f"{reason} (max_consecutive)"
+            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, if_state_is_bad=True)
         within = view.refusals_within(self.config.window) + 1
         if within >= self.config.max_in_window:
             reason = f"{reason}; {within} of the last {self.config.window} steps refused (max_in_window)"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
+            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, if_state_is_bad=True)
         return Verdict(Action.SKIP, reason=reason, evidence=evidence, salvage=self.config.drop_micro_batch)
 
     def _trouble(self, view: StepView) -> tuple[str, float, str] | None:

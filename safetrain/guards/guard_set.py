@@ -6,28 +6,76 @@ costs one call of `judge` for each guard, and one of each other method that it d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import overload
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.verdict import COMMIT, Action, Decision, merge
 from ..core.view import DeviceStep, Limits, StepView, tightest
-from . import Guard
+from .base import REGISTRY, Guard
 
 
-class GuardSet:
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self._members = list(guards)
-        self._begin = _answering(guards, "begin")
-        self._measure = _answering(guards, "measure")
-        self._limits = _answering(guards, "limits")
-        self._learn = _answering(guards, "learn")
-        self._commits = [COMMIT] * len(self._members)
-        self._unanimous = Decision(Action.COMMIT, 1.0, {guard.name: COMMIT for guard in guards})
+class GuardSet(Sequence[Guard]):
+    """A sequence of guards that can be added to while it is in use."""
 
-    def is_of(self, guards: Sequence[Guard]) -> bool:
-        """Whether these are its members: recovery may have added one to the list."""
-        return self._members == guards
+    def __init__(self, guards: Iterable[Guard]) -> None:
+        self._model: nn.Module | None = None
+        self._hooks = ExitStack()
+        self._members: list[Guard] = []
+        self._set_members(list(guards))
+
+    def _set_members(self, members: list[Guard]) -> None:
+        self._members = members
+        self._begin = _answering(members, "begin")
+        self._measure = _answering(members, "measure")
+        self._limits = _answering(members, "limits")
+        self._learn = _answering(members, "learn")
+        self._commits = [COMMIT] * len(members)
+        self._unanimous = Decision(Action.COMMIT, 1.0, {guard.name: COMMIT for guard in members})
+
+    @overload
+    def __getitem__(self, index: int) -> Guard: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Guard]: ...
+
+    def __getitem__(self, index: int | slice) -> Guard | list[Guard]:
+        return self._members[index]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def append(self, guard: Guard) -> None:
+        """Put one more to work; if the model is attached already, to that model."""
+        self._set_members([*self._members, guard])
+        if self._model is not None:
+            self._attach(guard, self._model)
+
+    def named(self, name: str) -> Guard:
+        """The guard of that name; one that is not there yet is made with its defaults and added."""
+        found = next((guard for guard in self._members if guard.name == name), None)
+        if found is None:
+            found = REGISTRY[name]()
+            self.append(found)
+        return found
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the guards' hooks are installed on the model."""
+        with ExitStack() as self._hooks:
+            self._model = model
+            try:
+                for guard in self._members:
+                    self._attach(guard, model)
+                yield
+            finally:
+                self._model = None
+
+    def _attach(self, guard: Guard, model: nn.Module) -> None:
+        if (remove := guard.attach(model)) is not None:
+            self._hooks.callback(remove)
 
     def begin(self, step: int, num_refused: int) -> None:
         for guard in self._begin:
@@ -51,6 +99,10 @@ class GuardSet:
         if answers == self._commits:
             return self._unanimous
         return merge((guard.name, guard.checked(answer)) for guard, answer in zip(self._members, answers, strict=True))
+
+    def explain(self, view: StepView) -> bool:
+        """Whether a guard knows why forward or backward raised."""
+        return any(guard.explains(view) for guard in self._members)
 
     def learn(self, view: StepView, decision: Decision) -> None:
         for guard in self._learn:

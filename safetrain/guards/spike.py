@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.history import Recent
 from ..core.options import option
-from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.verdict import COMMIT, Action, Decision, Doubt, Verdict
 from ..core.view import StepView
 from .base import Guard
 
@@ -64,18 +64,18 @@ class Spike(Guard):
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
         is_early = len(self.losses) < self.config.warmup_steps
-        doubtful = "last_good" if len(self.losses) < 5 else None  # the first losses say little about what is usual
-        evidence = {
-            "signal": signal,
-            "value": value,
-            "usual": self.losses.center,
-            "early": is_early,
-            "doubtful": doubtful,
-        }
-        if view.consecutive_refusals + 1 >= self.config.max_consecutive:
+        if go_back := view.consecutive_refusals + 1 >= self.config.max_consecutive:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence={**evidence, "probe": True})
-        return Verdict(Action.SKIP, reason=reason, evidence=evidence)
+        return Verdict(
+            Action.ROLLBACK if go_back else Action.SKIP,
+            reason=reason,
+            evidence={"signal": signal, "value": value},
+            if_state_is_bad=go_back,
+            restart=is_early,
+            expected_loss=self.losses.center,
+            # The first few losses say little about what is usual.
+            doubt=Doubt.LAST_GOOD_BATCH if len(self.losses) < 5 else None,
+        )
 
     def _loss_spike(self, loss: float) -> str | None:
         if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.history import Smooth
-from ..core.verdict import Action, Verdict
+from ..core.verdict import Action, Doubt, Verdict
 
 
 @dataclass
@@ -52,14 +52,14 @@ class Beginning:
 
     def _restart(self, reason: str, margin: float) -> Verdict:
         """`margin`: the restart is confirmed if the loss of this step is this share above that with the weights of the start."""
-        evidence = {
-            "signal": "loss",
-            "value": self.smooth.mean,
-            "restart": True,
-            "doubtful": "start",
-            "margin": margin,
-        }
-        return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+        return Verdict(
+            Action.ROLLBACK,
+            reason=reason,
+            evidence={"signal": "loss", "value": self.smooth.mean},
+            restart=True,
+            doubt=Doubt.SINCE_START,
+            doubt_margin=margin,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

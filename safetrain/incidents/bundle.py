@@ -13,27 +13,26 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..checkpoint.plain import rebuild, to_loadable
 from ..core.files import replacing, to_json, write_text
 from ..core.incident import SCHEMA, Incident
 from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
+from ..forensics.patches import Patches
 from ..precision.islands import islands_of
+from ..tensors.rng import RandomState
 from ..tensors.sharded import is_sharded
 from . import render as incident_report
 from .batch_codec import encode, tensors_of
-
-if TYPE_CHECKING:
-    from ..recovery import Case
-    from ..trainer.trainer import SafeTrainer
 
 INCIDENT, REPLAY, INCIDENTS = "incident.json", "replay.pt", "incidents"
 REPLAY_SCHEMA = 1
@@ -54,26 +53,47 @@ def write_report(directory: Path, incident: Incident) -> None:
 # ---- writing what a replay needs -----------------------------------------------------------------------------------
 
 
-def write_replay(directory: Path, trainer: SafeTrainer, case: Case) -> list[str]:
-    """Call it while the state is that from before the step; says what had to be left out.
+@dataclass(frozen=True)
+class RecordedStep:
+    """A refused step, while the state is that from before it."""
 
-    Nothing larger than `forensics.max_bundle_mb` is kept. Instead of weights that are, the checkpoint that holds them is named.
+    incident: Incident
+    window: Sequence[Any]
+    random_state: RandomState
+    model: nn.Module
+    auxiliary_modules: Sequence[nn.Module]
+    """Modules that the step uses and that are not part of the model."""
+    optimizer: Optimizer
+    patches: Patches
+    precision: str
+    loss_scale: float
+    loss: float | None
+    """To compare a replay with; None if a replay cannot give the same bits."""
+    num_committed: int
+    last_rollback: int | None
+    """The step at which the run went back last."""
+    is_late: bool
+    run_dir: Path
+
+
+def write_replay(directory: Path, step: RecordedStep, max_mb: float) -> list[str]:
+    """Write what a replay needs, nothing larger than `max_mb`; returns what had to be left out.
+
+    Instead of weights that are too large, the checkpoint that holds them is named.
     """
     left_out: list[str] = []
-    room = trainer.config.forensics.max_bundle_mb * 2**20
-    model = trainer.model
+    room = max_mb * 2**20
     contents: dict[str, Any] = {
         "schema": REPLAY_SCHEMA,
-        "random_state": case.random_state.to_plain(),
-        "precision": trainer.engine.precision,
-        "loss_scale": case.view.loss_scale,
-        # The mean over several micro-batches, or ranks, is rounded in another way, so only a single loss can be compared.
-        "loss": case.view.loss if len(case.window) == 1 and trainer.engine.world_size == 1 else None,
-        "num_committed": trainer.run.result.steps,
-        "is_late": case.is_late,
-        "eval_mode": [name for name, module in model.named_modules() if not module.training],
-        "islands": islands_of(model),
-        "patches": trainer.patches.state_dict()["patches"],
+        "random_state": step.random_state.to_plain(),
+        "precision": step.precision,
+        "loss_scale": step.loss_scale,
+        "loss": step.loss,
+        "num_committed": step.num_committed,
+        "is_late": step.is_late,
+        "eval_mode": [name for name, module in step.model.named_modules() if not module.training],
+        "islands": islands_of(step.model),
+        "patches": step.patches.state_dict()["patches"],
         "window": None,
         "model": None,
         "buffers": {},
@@ -81,7 +101,7 @@ def write_replay(directory: Path, trainer: SafeTrainer, case: Case) -> list[str]
         "checkpoint": None,
     }
     try:
-        window = [encode(batch) for batch in case.window]
+        window = [encode(batch) for batch in step.window]
         room -= _num_bytes(window)
         if room >= 0:
             contents["window"] = window
@@ -89,26 +109,26 @@ def write_replay(directory: Path, trainer: SafeTrainer, case: Case) -> list[str]
             left_out.append("the batch, which is larger than forensics.max_bundle_mb")
     except Exception as error:  # whatever the objects in the batch raise when they are taken apart
         left_out.append(f"the batch, which cannot be kept ({type(error).__name__}: {error})")
-    weights = {} if (is_spread := is_sharded(trainer.model)) else _weights(trainer)
-    if not is_spread and _num_bytes(weights) <= room:
+    weights = {} if (is_split := is_sharded(step.model)) else _weights(step)
+    if not is_split and _num_bytes(weights) <= room:
         contents |= weights
         room -= _num_bytes(weights)
     else:
-        contents["checkpoint"] = _checkpoint_of(trainer)
-        why = "spread over the ranks (FSDP2)" if is_spread else "larger than forensics.max_bundle_mb"
+        contents["checkpoint"] = _checkpoint_of(step)
+        why = "sharded over the ranks (FSDP2)" if is_split else "larger than forensics.max_bundle_mb"
         left_out.append(f"the weights, which are {why}")
-    contents["optimizer"] = _optimizer(trainer, case, room, left_out)
+    contents["optimizer"] = _optimizer(step, room, left_out)
     with replacing(directory / REPLAY) as path:
         torch.save(contents, path)
     return left_out
 
 
-def _weights(trainer: SafeTrainer) -> dict[str, Any]:
-    """Of the model, of its buffers that are not in its state_dict, and of modules that the step uses beside it."""
-    own = trainer.model.state_dict()
-    transient = {name: buffer for name, buffer in trainer.model.named_buffers() if name not in own}
-    beside = [module.state_dict() for module in trainer._modules_beside()]
-    kept = {"model": own, "buffers": transient, "beside": beside}
+def _weights(step: RecordedStep) -> dict[str, Any]:
+    """Of the model, of its buffers that are not in its state_dict, and of the auxiliary modules."""
+    own = step.model.state_dict()
+    transient = {name: buffer for name, buffer in step.model.named_buffers() if name not in own}
+    auxiliary = [module.state_dict() for module in step.auxiliary_modules]
+    kept = {"model": own, "buffers": transient, "beside": auxiliary}
     return {part: _on_host(values) for part, values in kept.items()}
 
 
@@ -120,29 +140,27 @@ def _on_host(values: Any) -> Any:
     return [_on_host(value) for value in values] if type(values) is list else to_loadable(values, "the model")
 
 
-def _optimizer(trainer: SafeTrainer, case: Case, room: float, left_out: list[str]) -> dict[str, Any]:
+def _optimizer(step: RecordedStep, room: float, left_out: list[str]) -> dict[str, Any]:
     """Its settings; its moments too when the update is what went wrong."""
-    state = trainer.optimizer.state_dict()
-    if is_sharded(trainer.model):
-        return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
-    if case.incident.origin.phase == "optimizer" or case.incident.trigger.signal == "update":
+    state = step.optimizer.state_dict()
+    is_update = step.incident.origin.phase == "optimizer" or step.incident.trigger.signal == "update"
+    if is_update and not is_sharded(step.model):
         if _num_bytes(state["state"]) <= room:
             return _on_host(to_loadable(state, "the optimizer"))  # type: ignore[no-any-return]
         left_out.append("the optimizer's moments, which are larger than forensics.max_bundle_mb")
     return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
 
 
-def _checkpoint_of(trainer: SafeTrainer) -> dict[str, Any] | None:
+def _checkpoint_of(step: RecordedStep) -> dict[str, Any] | None:
     """The newest checkpoint; `is_exact` when no step was committed since, so that it holds the very weights."""
     from ..checkpoint import CheckpointStore
     from ..checkpoint.manifest import Damaged, read_manifest
 
-    run = trainer.run
-    for path in reversed(CheckpointStore(run.shared_dir / CHECKPOINTS).paths()):
+    for path in reversed(CheckpointStore(step.run_dir / CHECKPOINTS).paths()):
         with contextlib.suppress(Damaged):
             manifest = read_manifest(path)
-            is_newer = not run.rollback_steps or manifest.step > run.rollback_steps[-1]
-            is_exact = is_newer and manifest.num_committed == run.result.steps
+            is_newer = step.last_rollback is None or manifest.step > step.last_rollback
+            is_exact = is_newer and manifest.num_committed == step.num_committed
             return {"path": f"{CHECKPOINTS}/{path.name}", "num_committed": manifest.num_committed, "is_exact": is_exact}
     return None
 

@@ -1,4 +1,4 @@
-"""A static look at training code for the patterns that go NaN later. Needs neither torch nor the code's own imports."""
+"""Static analysis of training code for patterns that lead to NaN. Imports neither torch nor the code it checks."""
 
 from .check import SYNTAX_ERROR, check_source
 from .files import lint_paths

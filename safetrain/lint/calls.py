@@ -1,4 +1,4 @@
-"""Calls: imports resolved, methods, functions and modules brought to one form."""
+"""Calls: resolves imports, and maps methods, functions and modules to one form of each operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .events import Block, Event, event_of
 from .scope import Scope
 from .value import Value, number
 
-# Where torch keeps its functions; what follows the last dot is the operation.
+# The namespaces of torch's functions; what follows the last dot is the operation.
 FUNCTION_HOMES = (
     "torch.nn.functional.",
     "torch.linalg.",
@@ -31,11 +31,13 @@ MODULES = {
     "HuberLoss": "huber_loss", "LogSigmoid": "logsigmoid", "Linear": "linear", "Conv2d": "conv2d", "Conv1d": "conv1d",
     "CTCLoss": "ctc_loss", "GaussianNLLLoss": "gaussian_nll_loss", "PoissonNLLLoss": "poisson_nll_loss", "ReLU6": "relu",
 }  # fmt: skip
+# Methods of a module that return the module.
+CONVERSIONS = frozenset({"half", "bfloat16", "to", "float", "double", "cuda", "cpu", "eval", "train"})
 NUMBERS = ("math.", "numpy.", "builtins.", "random.", "statistics.", "scipy.")
 
 
 class Calls(ABC):
-    """Evaluates calls, and hands each operation to `check` once it is known."""
+    """Evaluates calls, and passes each operation to `check` once it is known."""
 
     def __init__(self, check: Callable[[Value, Context], None]) -> None:
         self.check = check
@@ -54,7 +56,7 @@ class Calls(ABC):
     def operation(
         self, op: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.AST, ref: str = ""
     ) -> Value:
-        if op in vocabulary.NEEDS_TWO:  # rules may then rely on two arguments
+        if op in vocabulary.NEEDS_TWO:  # so that rules can rely on two arguments
             args = (*args, kwargs["other"]) if len(args) == 1 and "other" in kwargs else args[:2]
             op = op if len(args) == 2 else "call"
         made = operations.apply(Value(op, args, kwargs, node, ref))
@@ -95,7 +97,7 @@ class Calls(ABC):
         return made.but(names=made.names | {name})
 
     def _is_attribute(self, func: ast.Attribute) -> bool:
-        """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and is no method of `a`."""
+        """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and not a method of `a`."""
         dotted = dotted_name(func)
         return bool(dotted) and (
             (dotted.startswith("self.") and dotted.count(".") == 1) or self.scope.find(dotted) is not None
@@ -105,17 +107,7 @@ class Calls(ABC):
         self, name: str, owner: Value, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call
     ) -> Value:
         op = vocabulary.canonical(name)
-        if owner.op == "instance" and name in (
-            "half",
-            "bfloat16",
-            "to",
-            "float",
-            "double",
-            "cuda",
-            "cpu",
-            "eval",
-            "train",
-        ):
+        if owner.op == "instance" and name in CONVERSIONS:
             return self._view(op, owner, args, kwargs, node) if op in vocabulary.VIEWS else owner
         if op in ("topk", "sort") and not owner.host:
             return self._torch(op, (owner, *args), kwargs, node)
@@ -123,9 +115,8 @@ class Calls(ABC):
             op, len(args)
         ):
             if name in ("size", "dim", "numel", "nelement", "stride"):
-                return Value(
-                    "numel" if name in ("numel", "nelement") else "size", node=node, host=True, grad=False, low=0.0
-                )
+                kind = "numel" if name in ("numel", "nelement") else "size"
+                return Value(kind, node=node, host=True, grad=False, low=0.0)
             return self.operation("call", (owner, *args), kwargs, node, ref=name)
         if op in vocabulary.VIEWS:
             return self._view(op, owner, args, kwargs, node)
@@ -174,11 +165,9 @@ class Calls(ABC):
         if op in ("topk", "sort") and args:
             return Value("sequence", (args[0].but(node=node), Value("int", grad=False)), node=node, host=True)
         if op in operations.TRANSFERS and not args:
-            return (
-                self.operation("call", args, kwargs, node, ref=op)
-                if op not in ("rand", "clamp")
-                else Value(op, node=node)
-            )
+            if op in ("rand", "clamp"):
+                return Value(op, node=node)
+            return self.operation("call", args, kwargs, node, ref=op)
         if op in ("max", "min") and len(args) > 1:
             op, args = (op, args[:1]) if args[1].host else (op + "imum", args)
         if op == "add" and len(args) > 1 and "alpha" in kwargs:
@@ -205,12 +194,10 @@ class Calls(ABC):
             return self.operation(name + "imum", args, kwargs, node)
         if name == "abs" and len(args) == 1:
             return self.operation("abs", args, kwargs, node)
-        if (
-            name == "sum" and len(args) == 1 and args[0].op in ("square", "exp", "mul", "abs")
-        ):  # Python's sum of a tensor's rows
-            return self.operation("sum", args, kwargs, node)
-        if name == "pow" and len(args) == 2:
-            return self.operation("pow", args, kwargs, node)
+        # Python's sum of a tensor's rows
+        is_sum_of_rows = name == "sum" and len(args) == 1 and args[0].op in ("square", "exp", "mul", "abs")
+        if is_sum_of_rows or (name == "pow" and len(args) == 2):
+            return self.operation(name, args, kwargs, node)
         if name in ("float", "int", "len", "round"):
             made = Value("size", args, node=node, host=True, grad=False, low=0.0 if name == "len" else -inf)
             counted = args[0] if args and name != "len" else made

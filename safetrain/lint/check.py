@@ -1,4 +1,4 @@
-"""Runs the rules over one source text."""
+"""Applies the rules to one source text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import warnings
 from collections.abc import Collection
 
-from . import rules  # noqa: F401  # fills the table
+from . import rules  # noqa: F401  # registers them
 from .context import Context
 from .events import Routine
 from .finding import Finding
@@ -14,41 +14,27 @@ from .optout import is_opted_out, opt_outs
 from .rule import BY_OPERATION, RULES, Rule
 from .rules.masks import hidden
 from .value import Value
+from .vocabulary import words
 from .walk import Walker
 
 SYNTAX_ERROR = "ST001"
-# A file that imports one of these and not torch computes with something else.
-OTHER_ARRAYS = frozenset(
-    {
-        "numpy",
-        "jax",
-        "tensorflow",
-        "mlx",
-        "keras",
-        "cupy",
-        "pandas",
-        "sympy",
-        "paddle",
-        "mpmath",
-        "decimal",
-        "fractions",
-    }
-)
+# A file that imports one of these and not torch is not checked.
+OTHER_ARRAYS = words("numpy jax tensorflow mlx keras cupy pandas sympy paddle mpmath decimal fractions")
 
 
 def check_source(source: str | bytes, path: str = "<text>", codes: Collection[str] | None = None) -> list[Finding]:
-    """Every finding in a source text, in order of place; `codes` limits the rules.
+    """Every finding in a source text, sorted by line and column; `codes` selects the rules.
 
     >>> [(found.line, found.code) for found in check_source("import torch\\nloss = torch.log(torch.softmax(x, -1))")]
     [(2, 'ST101')]
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the source's own: an invalid escape, `is` with a literal
+            warnings.simplefilter("ignore")  # about the checked code: an invalid escape, `is` with a literal
             tree = ast.parse(source, filename=path)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [_syntax_error(error, path)] if codes is None or SYNTAX_ERROR in codes else []
-    if not _is_about_tensors(tree):
+    if not _uses_tensors(tree):
         return []
     text = source if isinstance(source, str) else source.decode("utf-8", errors="replace")
     return _Check(tree, text, path, codes).findings()
@@ -74,18 +60,19 @@ class _Check:
         return sorted(kept)
 
     def _value(self, value: Value, context: Context) -> None:
-        self._forgive(value, context)
+        self._withdraw(value, context)
         for rule in BY_OPERATION.get(value.op, ()):
             if rule.code in self.codes and value.args and rule.check is not None:
                 message = rule.check(value, context)
                 if message and value.node is not None:
                     self._add(rule, message, value.node, value)
 
-    def _forgive(self, value: Value, context: Context) -> None:
-        """Takes back findings that a later operation makes good.
+    def _withdraw(self, value: Value, context: Context) -> None:
+        """Withdraws findings that a later operation makes harmless.
 
-        Zeros filled in after a softmax of scores that masked_fill (not a sum with -inf) masked make it clean, also in its gradient. A `where` about the denominator
-        leaves the gradient only, which is a finding of its own. And `.item()` has no gradient.
+        Scores masked with -inf by masked_fill (not by adding -inf), then softmax, then zeros filled in: also the gradient is
+        finite. A `where` on the denominator leaves a bad gradient only, which is a finding of its own (ST401). `.item()` has
+        no gradient.
         """
         if value.op in ("item", "tolist", "numpy") and value.args:
             self._cancel(("ST202",), value.args[0])
@@ -97,16 +84,12 @@ class _Check:
             for source in value.args:
                 while source.op in ("dropout", "call") and source.args:
                     source = source.args[0]
-                if (
-                    source.op in ("softmax", "log_softmax")
-                    and source.args
-                    and source.args[0].masked
-                    and source.args[0].op != "add"
-                ):
+                scores = source.args[0] if source.op in ("softmax", "log_softmax") and source.args else None
+                if scores is not None and scores.masked and scores.op != "add":
                     self._cancel(("ST405",), source)
 
     def _cancel(self, codes: tuple[str, ...], value: Value) -> None:
-        # A name has its own node, but the arguments of what it stands for.
+        # A variable has its own node, but the arguments of the value assigned to it.
         for key, (_, _, made) in self.found.items():
             if key[0] in codes and made is not None and made.args is value.args:
                 self.cancelled.add(key)
@@ -131,7 +114,7 @@ def _syntax_error(error: Exception, path: str) -> Finding:
     )
 
 
-def _is_about_tensors(tree: ast.Module) -> bool:
+def _uses_tensors(tree: ast.Module) -> bool:
     imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

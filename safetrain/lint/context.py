@@ -1,4 +1,4 @@
-"""Where in a program an expression stands: under autocast, without gradients, behind which tests."""
+"""The context of an expression: autocast, no_grad, and the conditions it depends on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTOCAST = (
     "torch.amp.autocast_mode.autocast",
 )
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad")
-# A test of these says nothing about the numbers in a tensor.
+# A condition on these does not depend on the values in a tensor.
 SHAPE_LIKE = words(
     "dim ndim shape size dtype device is_cuda is_sparse requires_grad training is_complex is_floating_point type"
 )
@@ -28,11 +28,11 @@ class Context:
     """`half` or `bf16` inside autocast, `amp` if its type is not known; empty outside."""
     no_grad: bool = False
     tested: frozenset[str] = frozenset()
-    """Names whose values a condition has looked at on the way here."""
+    """Names whose values were checked by an enclosing or preceding condition."""
 
 
 def autocast_type(call: Value) -> str | None:
-    """What `with call:` makes of autocast: its type, '' for switched off; None if it is no autocast."""
+    """The autocast type that `with call:` enters, '' if it disables autocast; None if the call is not autocast."""
     if call.op != "call" or not (call.ref in AUTOCAST or call.ref.rpartition(".")[2] == "autocast"):
         return None
     enabled = call.kwargs.get("enabled")
@@ -61,7 +61,7 @@ def is_no_grad(value: Value) -> bool:
 
 
 def tested_names(test: ast.expr) -> frozenset[str]:
-    """Names whose values decide this test; not those of which only the shape or the type is asked, or whether they are None."""
+    """Names whose values this condition depends on; not those of which it checks only the shape, the type, or `is None`."""
     found: set[str] = set()
     pending: list[ast.AST] = [test]
     while pending:
@@ -88,7 +88,7 @@ def tested_names(test: ast.expr) -> frozenset[str]:
 
 
 def dotted_name(node: ast.AST) -> str:
-    """`a.b.c` for such a chain of names, '' for anything else."""
+    """`a.b.c` for a chain of attributes, '' for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

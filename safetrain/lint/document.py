@@ -1,4 +1,4 @@
-"""The documentation of the rules, made from the rules: `python -m safetrain.lint.document > docs/lint.md`."""
+"""The documentation page, generated from the rules: `python -m safetrain.lint.document > docs/lint.md`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from . import RULES
 HEAD = """\
 # safetrain lint
 
-`safetrain lint PATH…` reads training code, without running or importing it, and points at the patterns that go NaN later.
+`safetrain lint PATH…` checks training code, without running or importing it, for patterns that lead to NaN.
 
 ```bash
-safetrain lint train.py models/           # look at files, and below directories
+safetrain lint train.py models/           # files, and directories recursively
 safetrain lint . --select ST1,ST4         # only some rules: codes or prefixes
 safetrain lint . --ignore ST404           # all but some
-safetrain lint . --json                   # for other programs
+safetrain lint . --json                   # machine-readable
 safetrain lint --rules                    # the list below
 ```
 
 A finding is `file:line:col: CODE what`, then why it goes wrong and the safe form. The exit code is 0 if nothing was found, 2 for a
-mistake in the command, and 3 if there were findings or a file could not be parsed (`ST001`).
+usage error, and 3 if there were findings or a file could not be parsed (`ST001`).
 
 <!-- file: loss.py -->
 ```python
@@ -39,12 +39,12 @@ loss.py:6:13: ST101 log of softmax
 …
 ```
 
-It follows values through assignments, branches and the attributes that `__init__` sets, knows `import … as` and both the function and
-the method form of an operation, and takes `+ eps`, `clamp`, `max(n, 1)`, `where`, `if n > 0:` and the like for the guards they are.
-Without evidence that a value can be 0 it stays silent: `a / b` alone is no finding. Code under `torch.no_grad()` is spared the rules
-about gradients, and files that compute with NumPy, JAX or TensorFlow and do not import torch are not looked at.
+It follows values through assignments, branches and the attributes that `__init__` sets, resolves `import … as`, handles both the function and
+the method form of an operation, and recognises `+ eps`, `clamp`, `max(n, 1)`, `where`, `if n > 0:` and the like as guards.
+It reports only values that are known to be able to reach 0: `a / b` alone is not a finding. Rules about gradients do not apply under
+`torch.no_grad()`, and files that import NumPy, JAX or TensorFlow but not torch are skipped.
 
-To accept a finding, say so on its line; the reason can follow:
+To accept a finding, put a comment on its line; a reason can follow:
 
 <!-- lint: clean -->
 ```python
@@ -56,36 +56,36 @@ def unit(x):
     return scale
 ```
 
-The comment `# safetrain: ignore-file` anywhere in a file leaves all of it out.
+The comment `# safetrain: ignore-file` anywhere in a file skips the whole file.
 
 From Python: `safetrain.lint.check_source(text)` and `safetrain.lint.lint_paths(paths)` return the findings.
 
 """
 MEASURED = """\
-## How much it says
+## How many findings to expect
 
-Findings in the sources of packages that were not written with it in mind (torch 2.13, accelerate 1.15, transformers 5.23, timm 1.0.31,
+Findings in the sources of well-known packages (torch 2.13, accelerate 1.15, transformers 5.23, timm 1.0.31,
 diffusers 0.42), at 5,000 to 20,000 lines per second:
 
 | package | lines | findings | per 1,000 lines |
 |---|---|---|---|
 | torch | 1,199,678 | 100 | 0.08 |
-| of it torch.nn | 49,481 | 1 | 0.02 |
-| of it torch.optim | 12,723 | 0 | 0 |
-| of it torch.distributions | 9,901 | 16 | 1.6 |
+| torch.nn alone | 49,481 | 1 | 0.02 |
+| torch.optim alone | 12,723 | 0 | 0 |
+| torch.distributions alone | 9,901 | 16 | 1.6 |
 | accelerate | 36,293 | 3 | 0.08 |
 | transformers | 1,206,581 | 197 | 0.16 |
 | timm | 141,115 | 7 | 0.05 |
 | diffusers | 616,098 | 98 | 0.16 |
 
-Of 40 of these, drawn at random and read: 17 meet the bad value with an unlucky input in training (an all-zero embedding, an empty mask,
-two equal points), 18 have the pattern in code that nobody trains through (reference functions of tests, inference, feature
-extraction), and 5 are false alarms, where a constant or an earlier step keeps the value away from 0.
+Of 40 of these, drawn at random and reviewed: 17 become NaN for certain inputs in training (an all-zero embedding, an empty mask,
+two equal points), 18 are in code that is not trained (reference functions of tests, inference, feature extraction), and 5 are
+false positives, where a constant or an earlier step keeps the value away from 0.
 """
 
 
 def document() -> str:
-    """The whole page, in Markdown."""
+    """The page in Markdown."""
     table = ["| rule | pattern |", "|---|---|"]
     table += [f"| [{code}](#{code.lower()}) | {rule.title} |" for code, rule in sorted(RULES.items())]
     return HEAD + "\n".join(table) + "\n\n" + "\n".join(_section(code) for code in sorted(RULES)) + "\n" + MEASURED

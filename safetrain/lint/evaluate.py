@@ -1,4 +1,4 @@
-"""From a syntax tree to values: literals, names, operators, containers and assignments."""
+"""Evaluates expressions of a syntax tree: literals, names, operators, containers and assignments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluator(Calls):
         if isinstance(node.value, (int, float)):
             try:
                 return number(node.value, node)
-            except OverflowError:  # an integer beyond every float
+            except OverflowError:  # an integer too large for a float
                 return Value("const", node=node, host=True, grad=False)
         return Value(
             "const", node=node, ref=repr(node.value) if isinstance(node.value, str) else "", host=True, grad=False
@@ -53,7 +53,7 @@ class Evaluator(Calls):
             return found if found.op == "ref" else found.but(node=node).named(node.id)
         if node.id in _BUILTINS:
             return reference(f"builtins.{node.id}")
-        if node.id == "F":  # by custom, even where it comes from a star import
+        if node.id == "F":  # by convention, also from a star import
             return reference("torch.nn.functional")
         return named_value(node.id, node)
 
@@ -89,16 +89,11 @@ class Evaluator(Calls):
 
     def binary(self, operator: type[ast.operator], left: Value, right: Value, node: ast.AST) -> Value:
         if isinstance(getattr(left, "node", None), ast.Constant) and left.low == -inf and left.high == inf:
-            return Value("unknown", node=node, host=True, grad=False)  # text
+            return Value("unknown", node=node, host=True, grad=False)  # a string
         op = BINARY.get(operator, "unknown")
-        both = left.host and right.host
-        if (
-            both
-            and left.constant is not None
-            and right.constant is not None
-            and op in ("add", "sub", "mul", "div", "pow")
-        ):
-            return _folded(op, left.constant, right.constant, node)
+        one, other = (left.constant, right.constant) if left.host and right.host else (None, None)
+        if one is not None and other is not None and op in ("add", "sub", "mul", "div", "pow"):
+            return _folded(op, one, other, node)
         return self.operation(op, (left, right), {}, node)
 
     def _unary(self, node: ast.UnaryOp) -> Value:
@@ -133,9 +128,9 @@ class Evaluator(Calls):
         return join(then, otherwise)
 
     def behind(self, test: ast.expr) -> Context:
-        """The context of code that this test decides about."""
+        """The context of code that runs depending on this condition."""
         tested = tested_names(test)
-        for name in list(tested):  # what a tested name was computed from has been looked at as well
+        for name in list(tested):  # checking a value also checks what it was computed from
             if found := self.scope.find(name):
                 tested |= found.names
         return replace(self.context, tested=self.context.tested | tested)
@@ -159,8 +154,8 @@ class Evaluator(Calls):
                 dtype=base.dtype,
                 names=selected.names,
             )
-            made = made.but(surface=base.spelling | index.spelling)
-            made = made.but(grad=base.grad, sanitised=True, host=base.host)
+            surface = base.spelling | index.spelling
+            made = made.but(surface=surface, grad=base.grad, sanitised=True, host=base.host)
             self.check(made, self.context)
             return made
         return selected
@@ -232,7 +227,7 @@ class Evaluator(Calls):
         return value
 
     def _assign_elements(self, target: ast.Subscript, value: Value) -> None:
-        """`x[mask] = v` replaces elements of x: what was known of them is no longer certain."""
+        """`x[mask] = v` replaces elements of x: its bounds are no longer known."""
         index = self.value(target.slice)
         owner = dotted_name(target.value)
         before = self.scope.find(owner) if owner else None
@@ -240,7 +235,7 @@ class Evaluator(Calls):
             self.value(target.value)
             return
         minus_inf = value.low == value.high == -inf
-        if index.is_mask:  # the same as masked_fill, and as bad
+        if index.is_mask:  # the same as masked_fill, with the same problem
             self.check(Value("masked_fill", (before, index, value), node=target), self.context)
         after = before.but(
             zero="",

@@ -1,4 +1,4 @@
-"""The calls that make up a training step, in the order in which the source has them."""
+"""The calls that make up a training step, in source order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .context import dotted_name
 from .value import UNKNOWN, Value
 
 Block = tuple[str, ast.AST]
-"""A loop (`loop`), a branch (`if`, `else`) or another block of statements that a call stands in."""
+"""A loop (`loop`), a branch (`if`, `else`) or another block that contains a call."""
 
 OPTIMIZER_NAME = re.compile(r"opt", re.I)
 SCALER_NAME = re.compile(r"scaler", re.I)
@@ -22,14 +22,14 @@ CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "cli
 @dataclass(frozen=True, eq=False)
 class Event:
     kind: str
-    """`backward`, `clip`, `unscale`, `step` (the optimizer's), `scaled_step` (by a gradient scaler), `zero_grad`, or `build` (of an optimizer)."""
+    """`backward`, `clip`, `unscale`, `step` (optimizer), `scaled_step` (gradient scaler), `zero_grad`, `build` (of an optimizer)."""
     owner: str
     node: ast.Call
     loss: Value = UNKNOWN
-    """Of a backward: what it starts from."""
+    """Of `backward`: the tensor it is called on."""
     scaled: bool = False
     managed: bool = False
-    """Done by accelerate, Fabric or the like, which scale, unscale and divide by themselves."""
+    """By accelerate, Fabric or the like, which scale, unscale and divide the loss themselves."""
     blocks: tuple[Block, ...] = ()
 
     @property
@@ -39,14 +39,14 @@ class Event:
 
 @dataclass
 class Routine:
-    """One function, or the top level of a file, as far as its training loop goes."""
+    """The training-loop calls of one function, or of the top level of a file."""
 
     name: str
     events: list[Event]
     called: set[str]
-    """Last names of everything it calls."""
+    """Names of everything it calls, without their modules and objects."""
     neighbours: dict[str, set[str]] = field(default_factory=dict)
-    """For every function of the file by name: what it calls."""
+    """What each function of the file calls, by the function's name."""
 
     def of(self, kind: str, *more: str) -> list[Event]:
         return [event for event in self.events if event.kind in (kind, *more)]

@@ -1,4 +1,4 @@
-"""From paths on the command line to findings."""
+"""Finds the Python files of paths, and checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report:
 
 
 def lint_paths(paths: Iterable[str | Path], codes: Collection[str] | None = None) -> Report:
-    """Look at files and, recursively, at the Python files of directories."""
+    """Check files and, recursively, the Python files in directories."""
     report = Report()
     for path in python_files(paths):
         source = path.read_bytes()
@@ -33,7 +33,7 @@ def lint_paths(paths: Iterable[str | Path], codes: Collection[str] | None = None
 
 
 def python_files(paths: Iterable[str | Path]) -> Iterator[Path]:
-    """Each file once; below a directory, hidden and installed ones are left out. A missing path is an error."""
+    """Each file once; hidden and installed files below a directory are skipped. Raises UsageError for a missing path."""
     seen: set[str] = set()
     for given in map(Path, paths):
         if not given.exists():

@@ -1,4 +1,4 @@
-"""One thing found, at one place."""
+"""One match of a rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One pattern, at one place.
+    """One match of a rule in one place.
 
     >>> print(check_source("import torch\\nloss = torch.log(torch.softmax(x, -1))", "train.py")[0].render())
     train.py:2:8: ST101 log of softmax

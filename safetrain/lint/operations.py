@@ -1,4 +1,4 @@
-"""What torch's operations do to bounds, to the evidence for 0, and to types. One function per kind of operation."""
+"""How torch's operations change bounds, dtypes and the possibility of 0. One function per kind of operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Transfer = Callable[[Value], Facts]
 
 
 def apply(value: Value) -> Value:
-    """The value of an operation, with what follows from its arguments filled in."""
+    """The value of an operation, with what is known from its arguments."""
     operands = [*value.args, *value.kwargs.values()]
     tensors = [arg for arg in value.args if not arg.host]
     shared: Facts = {
@@ -178,7 +178,7 @@ def _abs(value: Value) -> Facts:
     return {"low": max(a.low, 0.0), "high": max(abs(a.low), abs(a.high)), "zero": a.zero, "sanitised": a.sanitised}
 
 
-# --- functions of one number -------------------------------------------------------------------------------------
+# --- functions of one argument -------------------------------------------------------------------------------------
 
 
 def _exp(value: Value) -> Facts:
@@ -235,7 +235,7 @@ def _maximum(value: Value) -> Facts:
     if len(value.args) < 2 or value.args[1].op == "dim":
         return _extreme(value)
     low = max(arg.low for arg in value.args)
-    # The larger of an unknown number and this one: unknown, and most likely a guard.
+    # The maximum with an unknown number is most likely a guard.
     return {"low": low, "high": max(arg.high for arg in value.args), "zero": "", "sanitised": True}
 
 
@@ -250,7 +250,7 @@ def _extreme(value: Value) -> Facts:
 
 
 def _replaced(value: Value) -> Facts:
-    """where, masked_fill, nan_to_num: some elements are others now, so nothing is certain about 0 any more."""
+    """where, masked_fill, nan_to_num: some elements were replaced, so it is not known to be 0 any more."""
     source = value.args[1] if value.op == "where" and len(value.args) > 1 else value.args[0]
     fill = value.arg(2, "value", "other") if value.op != "where" else None
     mask = value.arg(0 if value.op == "where" else 1, "mask", "condition")
@@ -290,7 +290,7 @@ def _mean(value: Value) -> Facts:
 
 
 def is_shifted_by_max(value: Value) -> bool:
-    """Whether it is some x minus the maximum of x (or anything that could be one), perhaps scaled."""
+    """Whether it is x minus the maximum of x (or something that could be the maximum), possibly scaled."""
     if value.op in ("mul", "div"):
         return value.high <= 88 or any(
             is_shifted_by_max(arg) for arg in value.args if not arg.host and arg.op in ("sub", "add", "mul")
@@ -308,7 +308,7 @@ def _norm(value: Value) -> Facts:
     return {"low": 0.0, "zero": "" if never_zero else "the norm of an all-zero vector is 0"}
 
 
-def _spread(value: Value) -> Facts:
+def _deviation(value: Value) -> Facts:
     what = "standard deviation" if value.op == "std" else "variance"
     return {"low": 0.0, "zero": f"the {what} of equal values is 0"}
 
@@ -333,7 +333,7 @@ TRANSFERS: dict[str, Transfer] = {
     "max": _maximum, "amax": _extreme, "min": _extreme, "amin": _extreme,
     "where": _replaced, "masked_fill": _replaced, "nan_to_num": _replaced,
     "sum": _sum, "nansum": _sum, "mean": _mean, "nanmean": _mean,
-    "norm": _norm, "std": _spread, "var": _spread,
+    "norm": _norm, "std": _deviation, "var": _deviation,
     "count_nonzero": lambda value: {"low": 0.0, "zero": "the count is 0 when nothing is selected", "grad": False},
     "bincount": lambda value: {"low": 0.0, "zero": "a class that does not occur has the count 0", "grad": False},
     "scatter_add": lambda value: {"zero": "a group that nothing falls into stays 0" if value.args[0].op == "zeros" else ""},

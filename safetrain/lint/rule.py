@@ -1,4 +1,4 @@
-"""What a rule is, and the table of all rules."""
+"""What a rule is, and the registry of all rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RoutineCheck = Callable[[Routine], Iterator[tuple[Event, str]]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern that goes NaN later. The texts are shown with a finding, and make up its section in the documentation.
+    """One pattern that leads to NaN. The texts are shown with a finding, and are its section of docs/lint.md.
 
     >>> RULES["ST101"].title
     'log of softmax or sigmoid'
@@ -30,7 +30,7 @@ class Rule:
     bad: str
     good: str
     on: tuple[str, ...] = ()
-    """Operations whose every use is shown to `check`."""
+    """Operations that `check` is called for."""
     check: ValueCheck | None = None
     check_routine: RoutineCheck | None = None
 
@@ -43,7 +43,7 @@ BY_OPERATION: dict[str, list[Rule]] = {}
 def value_rule(
     code: str, title: str, *, on: tuple[str, ...], why: str, safe: str, bad: str, good: str
 ) -> Callable[[ValueCheck], ValueCheck]:
-    """Registers a function that looks at one operation, and returns what is wrong with it or None."""
+    """Registers a function that checks one operation; it returns what is wrong, or None."""
 
     def register(check: ValueCheck) -> ValueCheck:
         rule = _add(Rule(code, title, _text(why), _text(safe), _code(bad), _code(good), on, check=check))
@@ -57,7 +57,7 @@ def value_rule(
 def routine_rule(
     code: str, title: str, *, why: str, safe: str, bad: str, good: str
 ) -> Callable[[RoutineCheck], RoutineCheck]:
-    """Registers a function that looks at the training-loop calls of one function, and yields what is wrong where."""
+    """Registers a function that checks the training-loop calls of one function; it yields calls and what is wrong."""
 
     def register(check: RoutineCheck) -> RoutineCheck:
         _add(Rule(code, title, _text(why), _text(safe), _code(bad), _code(good), check_routine=check))

@@ -1,4 +1,4 @@
-"""Where names are looked up."""
+"""Variables by name."""
 
 from __future__ import annotations
 

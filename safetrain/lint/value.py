@@ -1,4 +1,4 @@
-"""What is known about an expression without running it: how it was made, its bounds, and whether it can be 0."""
+"""What is known about an expression without running it: the operation, its bounds, and whether it can be 0."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from typing import Any
 EPS_NAME = re.compile(r"(^|_)(eps|epsilon|tiny|smooth|smoothing|jitter|tol)\d*$", re.I)
 MASK_NAME = re.compile(r"((^|_)(valid|keep|selection|padding|is_pad)|masks?)\d*(_(float|bool|flat|expanded))?$", re.I)
 CAUSAL_NAME = re.compile(r"causal|tril|triu|subsequent|future|lookahead|look_ahead", re.I)
-SMALLEST_NAMED_EPS = 1e-30  # a name like `eps` says "small and positive", not how small
+SMALLEST_NAMED_EPS = 1e-30  # a name like `eps` means "small and positive", not how small
 HALF_MAX = 65504.0
-HALF_ROUNDS_TO_ZERO = 2.0**-25  # half of fp16's smallest number: anything up to it becomes 0
+HALF_ROUNDS_TO_ZERO = 2.0**-25  # half of fp16's smallest number: anything up to it rounds to 0
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """The result of one expression. Views and casts keep the `op` of what they show; so does a name."""
+    """The result of one expression. Views, casts and variables keep the `op` of their source."""
 
     op: str
     args: tuple[Value, ...] = ()
     kwargs: dict[str, Value] = field(default_factory=dict)
     node: ast.AST | None = None
     ref: str = ""
-    """Dotted name of an imported thing, or of the class of an instance."""
+    """Dotted name of an import, or of the class of an instance."""
     low: float = -inf
     high: float = inf
     zero: str = ""
-    """Why it can be exactly 0, in words; empty if there is no evidence that it can."""
+    """Why it can be exactly 0, as text; empty if nothing indicates that it can."""
     dtype: str = ""
     """`half`, `bf16`, `float`, `int`, `bool`; empty if unknown."""
     grad: bool = True
     """False if no gradient can flow through it."""
     host: bool = False
-    """A Python number, a NumPy array, a string: where torch's rules do not hold."""
+    """Not a tensor: a Python number, a NumPy array, a string."""
     sanitised: bool = False
-    """Bad elements were already replaced, by where, clamp or the like."""
+    """Bad elements were already replaced by where, clamp or the like."""
     causal: bool = False
-    """Comes from a triangular mask, which leaves at least one entry in each row."""
+    """From a triangular mask, which keeps at least one entry in each row."""
     masked: bool = False
-    """Holds -inf where a mask that is not causal said so."""
+    """Contains -inf from a mask that is not causal."""
     names: frozenset[str] = frozenset()
-    """Every name it was computed from, however far back."""
+    """Every name it was computed from, directly or not."""
     labels: frozenset[str] = frozenset()
-    """The names it goes by itself."""
+    """The variables it is assigned to."""
     surface: frozenset[str] = frozenset()
-    """The names its expression is written with, or those of its unnamed parts."""
+    """The names in its expression, or in the expressions of its unnamed operands."""
     unsafe: tuple[Value, ...] = ()
-    """Operations among its elementwise ancestors that are infinite for some input that nothing rules out."""
+    """Elementwise operations it was computed by that are infinite for an input which cannot be ruled out."""
 
     def arg(self, index: int, *names: str) -> Value | None:
-        """A positional argument (of a method: the object is number 0), or the keyword of that name."""
+        """A positional argument (of a method: the object is argument 0), or the keyword of that name."""
         for name in names:
             if name in self.kwargs:
                 return self.kwargs[name]
@@ -60,7 +60,7 @@ class Value:
 
     @property
     def constant(self) -> float | None:
-        """The number itself, where it is a literal (also as the default of an argument called eps)."""
+        """The number, if it is a literal (or the default of an argument called eps)."""
         return self.low if self.low == self.high and abs(self.low) < inf else None
 
     @property
@@ -72,14 +72,14 @@ class Value:
 
     @property
     def spelling(self) -> frozenset[str]:
-        """Names by which a reader would recognise it: its own, and those it is written with."""
+        """The names by which a reader would recognise it."""
         return self.labels | self.surface
 
     def but(self, **changes: Any) -> Value:
         return replace(self, **changes).settled()
 
     def settled(self) -> Value:
-        """Drops the evidence for 0 where the bounds exclude it."""
+        """Without the reason for 0 where the bounds exclude it."""
         return replace(self, zero="") if self.zero and (self.low > 0 or self.high < 0) else self
 
 
@@ -95,7 +95,7 @@ def number(value: float, node: ast.AST | None = None) -> Value:
 
 
 def named_value(name: str, node: ast.AST | None = None) -> Value:
-    """A name of which nothing but the spelling is known."""
+    """A variable of which only the name is known."""
     last, own = name.rpartition(".")[2], frozenset({name})
     if EPS_NAME.search(last):
         return Value("eps", node=node, low=SMALLEST_NAMED_EPS, names=own, labels=own, grad=False)
@@ -106,7 +106,7 @@ def named_value(name: str, node: ast.AST | None = None) -> Value:
 
 
 def join(one: Value, other: Value) -> Value:
-    """What holds whichever of two branches was taken."""
+    """What holds after either of two branches."""
     if one is other:
         return one
     same = one.op == other.op

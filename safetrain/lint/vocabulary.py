@@ -1,4 +1,4 @@
-"""The words for torch's operations: spellings, methods, and groups that behave alike."""
+"""Names of torch's operations: synonyms, methods, and groups that behave alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Spellings of one operation. A trailing underscore (in place) is removed before.
+# Synonyms. A trailing underscore (in place) is removed before.
 SYNONYMS = {
     "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "vector_norm": "norm", "matrix_norm": "norm",
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "expit": "sigmoid", "clip": "clamp",
@@ -17,7 +17,7 @@ SYNONYMS = {
     "float_power": "pow", "linalg_norm": "norm", "hardtanh": "clamp", "threshold": "relu", "relu6": "relu",
 }  # fmt: skip
 
-# Show the same numbers in another shape, order, place or type.
+# The same numbers in another shape, order, device or dtype.
 VIEWS = words(
     "view reshape unsqueeze squeeze transpose permute t expand expand_as repeat contiguous clone flatten unflatten chunk split "
     "unbind gather index_select cpu cuda to float double half bfloat16 type type_as detach requires_grad roll flip narrow "
@@ -25,10 +25,10 @@ VIEWS = words(
 )
 COMPARISONS = words("gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not isin")
 REDUCTIONS = words("sum mean nansum nanmean norm std var amax amin max min prod logsumexp count_nonzero")
-# Under autocast these give half precision whatever goes in.
 FACTORIES = words(
     "zeros ones full empty rand randn randint arange linspace eye tensor as_tensor tril_indices scalar_tensor"
 )
+# Under autocast these return half precision whatever their inputs are.
 CAST_TO_HALF = words("matmul linear conv1d conv2d conv3d baddbmm addmm scaled_dot_product_attention call")
 LOSSES = words(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
@@ -36,7 +36,7 @@ LOSSES = words(
     "margin_ranking_loss hinge_embedding_loss soft_margin_loss multi_margin_loss ctc_loss"
 )
 
-# Methods of tensors with this many further positional arguments at most; `logger.log("text")` is then no logarithm.
+# Tensor methods by their number of positional arguments, so that `logger.log("text")` is not taken for a logarithm.
 UNARY = words(
     "log log2 log10 log1p exp expm1 sqrt rsqrt reciprocal sigmoid tanh abs square relu acos asin atanh acosh neg isnan isinf "
     "isfinite logical_not float double half bfloat16 detach contiguous long int bool item tolist numpy erfinv softplus cosh sinh tan"
@@ -47,12 +47,12 @@ OTHER_METHODS = words(
     "softmax log_softmax logsumexp clamp where masked_fill cumsum scatter_add index_add triu tril std var"
 )
 METHODS = UNARY | BINARY | OTHER_METHODS | REDUCTIONS | VIEWS | COMPARISONS
-# What comes out does not carry the bad elements that went in.
+# Their output does not contain the bad elements of their input.
 CLEARS_UNSAFE = frozenset({"where", "masked_fill", "nan_to_num", "softmax"}) | COMPARISONS
 
 
 def canonical(name: str) -> str:
-    """One name for an operation: without the underscore of its in-place form, and without synonyms."""
+    """The name of an operation without synonyms and without the underscore of its in-place form."""
     if name.startswith("_"):
         return name
     name = name.rstrip("_")
@@ -60,7 +60,7 @@ def canonical(name: str) -> str:
 
 
 def fits_method(op: str, num_positional: int) -> bool:
-    """Whether a call of a method with this name and this many arguments can be a tensor's."""
+    """Whether a method call with this name and this number of arguments can be a tensor's."""
     if op in VIEWS:
         return op not in UNARY or num_positional == 0 or op == "type"
     if op in UNARY:

@@ -1,4 +1,4 @@
-"""Goes through the statements of a file: scopes, branches, loops, `with` blocks, and what holds after each."""
+"""Walks the statements of a file: scopes, branches, loops, `with` blocks, and what is known after each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Walker(Evaluator):
-    """Evaluates a whole file. `finish` is given each function's training-loop calls at its end."""
+    """Evaluates a whole file. `finish` is called with the training-loop calls of each function."""
 
     def __init__(self, check: Callable[..., None], finish: Callable[[Routine], None]) -> None:
         super().__init__(check)
@@ -26,11 +26,9 @@ class Walker(Evaluator):
         self.routines: list[Routine] = []
 
     def file(self, tree: ast.Module) -> None:
-        if any(
-            isinstance(node, ast.ClassDef) and any(dotted_name(base).endswith("Optimizer") for base in node.bases)
-            for node in tree.body
-        ):
-            self.without_gradients = True  # an optimizer's helpers are called under no_grad
+        bases = [base for node in tree.body if isinstance(node, ast.ClassDef) for base in node.bases]
+        # An optimizer's helpers are called under no_grad.
+        self.without_gradients = any(dotted_name(base).endswith("Optimizer") for base in bases)
         self.body(tree.body)
         self._routine("<module>")
         while self.waiting:  # after the top level, so that functions know every global
@@ -82,7 +80,7 @@ class Walker(Evaluator):
             self.waiting.append((method, inside, f"{node.name}.{method.name}"))
 
     def _stored(self, method: Function, scope: Scope) -> dict[str, Value]:
-        """`self.x` after `__init__`, evaluated without reporting anything."""
+        """`self.x` after `__init__`, evaluated without reporting findings."""
         silent = Walker(lambda value, context: None, lambda routine: None)
         silent.scope = scope
         silent.body(method.body)
@@ -91,12 +89,12 @@ class Walker(Evaluator):
     # --- statements ---------------------------------------------------------------------------------------------
 
     def body(self, statements: Iterable[ast.stmt]) -> bool:
-        """Walks statements in order; returns whether they never reach their end."""
+        """Walks statements in order; returns whether they always leave the block early (return, raise, continue, break)."""
         ended = False
         for statement in statements:
             try:
                 ended = self.statement(statement) or ended
-            except RecursionError:  # an expression nested hundreds of levels deep: machine-made, and not ours to judge
+            except RecursionError:  # an expression nested hundreds of levels deep, such as generated code
                 continue
         return ended
 
@@ -146,7 +144,7 @@ class Walker(Evaluator):
             self.check(Value("assign", (value,), ref=name, node=value.node or target, host=value.host), self.context)
 
     def _other(self, node: ast.stmt) -> bool:
-        """try, match, del, global and what later versions of Python bring: every block in turn."""
+        """try, match, del, global and statements of later Python versions: every block in turn."""
         for _, content in ast.iter_fields(node):
             for child in content if isinstance(content, list) else [content]:
                 if isinstance(child, ast.expr):
@@ -191,9 +189,9 @@ class Walker(Evaluator):
         self.context = decided
         else_ended = self._inside("else", node, node.orelse) if node.orelse else False
         otherwise = self.scope.names
-        if then_ended and isinstance(node.body[-1], ast.Continue):  # what follows in the loop is done only sometimes
+        if then_ended and isinstance(node.body[-1], ast.Continue):  # what follows in the loop runs only sometimes
             self.blocks = (*self.blocks, ("if", node))
-        # After `if n == 0: return`, everything below stands behind the test.
+        # After `if n == 0: return`, everything below depends on the condition.
         self.context = decided if then_ended != else_ended else outside
         if then_ended != else_ended:
             self.scope.names = otherwise if then_ended else then
@@ -226,7 +224,7 @@ class Walker(Evaluator):
         return ended
 
     def _enter(self, value: Value) -> None:
-        """A `with` block or a decorator that switches autocast or gradients."""
+        """Enters a `with` block or a decorator that sets autocast or disables gradients."""
         kind = autocast_type(value)
         if kind is not None:
             self.context = replace(self.context, autocast=kind)
@@ -256,10 +254,6 @@ def _parameters(node: Function, evaluator: Evaluator) -> dict[str, Value]:
         if values[arg.arg].op == "eps" and isinstance(default, ast.Constant) and isinstance(default.value, float):
             values[arg.arg] = number(default.value).but(host=False)
     for arg in every:
-        if (
-            arg.annotation is not None
-            and isinstance(arg.annotation, ast.Name)
-            and arg.annotation.id in ("float", "int", "bool", "str")
-        ):
+        if isinstance(arg.annotation, ast.Name) and arg.annotation.id in ("float", "int", "bool", "str"):
             values[arg.arg] = values[arg.arg].but(host=True, grad=False)
     return values

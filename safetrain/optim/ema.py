@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from ..tensors.sharded import is_spread, local
 
 
@@ -50,7 +50,7 @@ class Ema:
         torch._foreach_copy_(averages, own)
 
     def _values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Averages and weights: of a model that is spread over processes, this process's parts."""
+        """Averages and weights: of a sharded model, this process's shards."""
         return [local(average) for average in self.weights.values()], [local(p.detach()) for p in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:

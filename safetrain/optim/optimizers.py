@@ -1,14 +1,14 @@
-"""The usual optimizers with their fused kernels where there are any, and several optimizers as one."""
+"""AdamW and SGD with fused kernels where torch has them, and several optimizers as one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from ..errors import UsageError
+from .build import fused_where_supported
 
 
 def adamw(
@@ -19,15 +19,14 @@ def adamw(
     weight_decay: float = 1e-2,
     amsgrad: bool = False,
 ) -> AdamW:
-    """`torch.optim.AdamW` with its fused kernel, or as it is for parameters or a device without one.
-
-    Fused, a step of many small tensors takes a fifth to a third of the time; the numbers differ in the last bits.
+    """`torch.optim.AdamW` with its fused kernel where torch has one for these parameters, as a config's `torch.optim.AdamW` is built.
 
     >>> adamw(torch.nn.Linear(2, 1).parameters(), lr=0.1).defaults["fused"]
     True
     >>> adamw(torch.nn.Linear(2, 1, dtype=torch.complex64).parameters(), lr=0.1).defaults["fused"]
     """
-    made: AdamW = _fused(AdamW, params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    options = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+    made: AdamW = fused_where_supported(AdamW, params, lr=lr, **options)
     return made
 
 
@@ -41,20 +40,7 @@ def sgd(
 ) -> SGD:
     """`torch.optim.SGD`, in the same way as `adamw`."""
     options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-    made: SGD = _fused(SGD, params, lr=lr, **options)
-    return made
-
-
-_WITH_FUSED_KERNELS = ("cpu", "cuda", "hpu", "mps", "xpu")
-
-
-def _fused(kind: Any, params: Iterable[Any], **options: Any) -> Any:
-    made = kind(params, **options)
-    parameters = [parameter for group in made.param_groups for parameter in group["params"]]
-    if all(p.is_floating_point() and p.device.type in _WITH_FUSED_KERNELS for p in parameters):
-        groups = [{key: value for key, value in group.items() if key != "fused"} for group in made.param_groups]
-        with suppress(RuntimeError):  # a torch whose kernels are fewer
-            return kind(groups, fused=True, **options)
+    made: SGD = fused_where_supported(SGD, params, lr=lr, **options)
     return made
 
 

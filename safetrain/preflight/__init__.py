@@ -1,4 +1,4 @@
-"""Pre-flight: what can be known to be wrong before the first step, found in seconds, with nothing changed."""
+"""Pre-flight checks: find what is wrong with data, model and config before the first step, in seconds, changing nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the training data, read and never trained on."""
+"""Checks of the training data: it is read, nothing is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .scan import Field, Rows
 from .subject import Subject
 
 FEW = 8
-"""Samples below which nothing is said about how much they differ."""
+"""With fewer samples, their differences are not judged."""
 OUTLIER = 1e3
 LARGE = 1e4
 
@@ -94,8 +94,8 @@ def scale(subject: Subject) -> Outcome:
             )
     if not largest:
         return skipped("the batches hold no floating-point field")
-    spoken = [f"{path or 'batch'} at most {amount(value)}" for path, value in largest.items()]
-    return worst(problems, passed(listed(spoken), **seen(subject)))
+    peaks = [f"{path or 'batch'} at most {amount(value)}" for path, value in largest.items()]
+    return worst(problems, passed(listed(peaks), **seen(subject)))
 
 
 def constant_features(subject: Subject) -> Outcome:
@@ -130,7 +130,7 @@ def constant_features(subject: Subject) -> Outcome:
         )
     for (path, known), constant_field in zip(fields, is_constant, strict=True):
         value = known.maximum[0]
-        if constant_field and value not in (0.0, 1.0):  # all of a mask or of weights may well be one of these
+        if constant_field and value not in (0.0, 1.0):  # a mask or sample weights may be all zeros or all ones
             problems.append(
                 warned(
                     f"field {path!r} is {amount(value)} in {subject.scan.seen}",
@@ -175,7 +175,7 @@ def empty_samples(subject: Subject) -> Outcome:
 
 
 def _without_content(subject: Subject, path: str, known: Field, value: int, rows: Rows) -> Iterator[Outcome]:
-    """Sequences of one value: is there anything to learn in them? Their loss tells."""
+    """Sequences that repeat one value: an outcome if the loss of such a sample is not finite, or it is all ignored."""
     read, row = next(iter(rows.batches.values()))
     loss, usual = _loss_of(subject, read, row), _loss_of(subject, subject.healthy[0], 0)
     numbers = {"field": path, "samples": rows.names, "num_samples": rows.count}
@@ -197,11 +197,11 @@ def _without_content(subject: Subject, path: str, known: Field, value: int, rows
 
 
 def _loss_of(subject: Subject, read: Read, row: int) -> float:
-    """Of one sample alone; NaN also where a batch of one is too small for the model."""
+    """The loss of one sample alone; NaN also if the model cannot run a batch of one (BatchNorm, say)."""
     with subject.clean(), torch.no_grad():
         try:
             return float(subject.forward(select(fresh(read.batch), [row], read.size)))
-        except Exception:  # BatchNorm over one sample, say
+        except Exception:
             return math.nan
 
 

@@ -1,4 +1,4 @@
-"""Checks of what the loss and the embeddings are given: labels, token numbers, padding."""
+"""Checks of the integer inputs of losses and embeddings: labels, token indices, padding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .subject import Subject
 def labels(subject: Subject) -> Outcome:
     calls = subject.loss_calls
     problems = [*_wrong_labels(subject), *_wrong_shapes(subject), *_wrong_indices(subject)]
-    told = [f"labels fit {call.num_classes} classes" for call in calls if call.has_class_indices]
+    facts = [f"labels fit {call.num_classes} classes" for call in calls if call.has_class_indices]
     lookups = subject.observed.observer.lookups
-    told += [f"indices fit {lookup.num_embeddings} embeddings" for lookup in lookups if lookup.field]
-    told += [
+    facts += [f"indices fit {lookup.num_embeddings} embeddings" for lookup in lookups if lookup.field]
+    facts += [
         f"targets have the shape of the outputs, {list(call.input_shape)}" for call in calls if not call.num_classes
     ]
-    if not told and not problems:
-        return skipped("the loss is none of torch's own, and nothing is looked up by index")
-    return worst(problems, passed(listed(list(dict.fromkeys(told))), **seen(subject)))
+    if not facts and not problems:
+        return skipped("no loss function of torch and no embedding is used")
+    return worst(problems, passed(listed(list(dict.fromkeys(facts))), **seen(subject)))
 
 
 def _wrong_labels(subject: Subject) -> Iterator[Outcome]:
@@ -68,7 +68,7 @@ def _wrong_shapes(subject: Subject) -> Iterator[Outcome]:
         if call.num_classes or call.input_shape == call.target_shape or math.prod(call.target_shape) <= 1:
             continue
         yield failed(
-            f"{call.kind} compares outputs {list(call.input_shape)} with targets {list(call.target_shape)}: each with every other",
+            f"{call.kind} compares outputs {list(call.input_shape)} with targets {list(call.target_shape)}: they broadcast to all pairs",
             f"bring both to one shape, e.g. targets.reshape({', '.join(map(str, (-1, *call.input_shape[1:])))})",
             output_shape=list(call.input_shape),
             target_shape=list(call.target_shape),
@@ -88,7 +88,7 @@ def _wrong_indices(subject: Subject) -> Iterator[Outcome]:
                 f"field {lookup.field!r} holds the index {int(value)} (sample {name}), the embedding has {lookup.num_embeddings}",
                 f"give the embedding {int(value) + 1} rows, or use the vocabulary that the data was encoded with"
                 if value > 0
-                else "encode unknown values as an index of their own, not below 0",
+                else "encode unknown values as an index of their own, not as a negative number",
                 index=int(value),
                 num_embeddings=lookup.num_embeddings,
             )
@@ -96,7 +96,7 @@ def _wrong_indices(subject: Subject) -> Iterator[Outcome]:
 
 
 def padding(subject: Subject) -> Outcome:
-    """Is a value that stands for 'nothing here' also a real class or token?"""
+    """Whether an ignore_index or padding_idx is also used as a real class or token."""
     problems, in_use = [], []
     for call in subject.loss_calls:
         if not call.has_class_indices or call.field is None:
@@ -113,7 +113,7 @@ def padding(subject: Subject) -> Outcome:
             problems.append(
                 failed(
                     f"class {ignored} is also the ignore index: {marked.count} of {known.num_rows} samples never count in the loss",
-                    "leave ignore_index at its default (-100), or give 'no label' a number that is no class",
+                    "leave ignore_index at its default (-100), or use an index for 'no label' that is not a class",
                     field=call.field,
                     ignore_index=ignored,
                     num_samples=marked.count,
@@ -139,10 +139,10 @@ def padding(subject: Subject) -> Outcome:
 
 
 def _inside(path: str, what: str, value: int, inside: Rows, known: Field) -> Outcome:
-    say = failed if inside.count > 0.1 * known.num_rows else warned
-    return say(
+    status = failed if inside.count > 0.1 * known.num_rows else warned
+    return status(
         f"{what} stands between other values of field {path!r} in {inside.count} of {known.num_rows} samples: {listed(inside.names)}",
-        f"give padding a number of its own, that no real value has: {value} is used for both, and is never learned",
+        f"give padding a number of its own: {value} is used for both padding and a real value, which is never learned",
         field=path,
         index=value,
         samples=inside.names,

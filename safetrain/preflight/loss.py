@@ -1,4 +1,4 @@
-"""Check of the value that the loss starts with."""
+"""Check of the initial loss against that of a model that has learned nothing yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def initial_loss(subject: Subject) -> Outcome:
     first = seen.losses[0]
     known = [(call, usual) for call in subject.loss_calls if call.mean is not None and (usual := _expected(call))]
     if not known:
-        return skipped(f"the loss is {amount(loss)}; it is none of torch's own, so there is nothing to compare it with")
+        return skipped(f"the loss is {amount(loss)}; only torch's own loss functions have an expected initial value")
     call, (expected, why) = known[0]
     assert call.mean is not None
     ratio = call.mean / expected if expected else math.nan
@@ -24,15 +24,15 @@ def initial_loss(subject: Subject) -> Outcome:
     problems = []
     is_squared = call.kind == "mse_loss"
     if ratio > (10 if is_squared else 1.5) and call.mean > expected + 0.5:
-        cause = (
-            "scale the weights of the last layer down, so that its outputs start near 0"
-            if not is_squared
-            else "standardise the targets, and start the last layer with small weights"
+        fix = (
+            "standardise the targets, and start the last layer with small weights"
+            if is_squared
+            else "scale the weights of the last layer down, so that its outputs start near 0"
         )
         problems.append(
             (failed if ratio > (1000 if is_squared else 5) else warned)(
                 f"{call.kind} starts at {amount(call.mean)}, {amount(ratio)} times the {amount(expected)} of {why}",
-                cause,
+                fix,
                 **numbers,
             )
         )
@@ -45,7 +45,7 @@ def initial_loss(subject: Subject) -> Outcome:
             )
         )
     if len({c.kind for c, _ in known}) == 1 and len(subject.loss_calls) <= 4 * len(seen.losses):
-        # A sum over the values of each sample is common, over samples or with a factor it is not.
+        # Summing over the values of each sample is common; summing over samples, or a large factor, is not.
         per_sample = 1 if call.num_classes else math.prod(call.target_shape[1:])
         share = abs(first) / abs(call.mean) / per_sample if call.mean else math.nan
         if share > 20:
@@ -61,7 +61,7 @@ def initial_loss(subject: Subject) -> Outcome:
 
 
 def _expected(call: LossCall) -> tuple[float, str] | None:
-    """What a model that knows nothing yet gets, and what that is called."""
+    """The loss of a model that has learned nothing yet, and the name of that value."""
     if call.arguments.get("has_weight"):
         return None
     if call.kind in ("cross_entropy", "nll_loss") and call.num_classes > 1:

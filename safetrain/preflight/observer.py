@@ -1,4 +1,4 @@
-"""Watches a few forward and backward passes: what each layer gives, what the loss is made of, what comes back as gradient."""
+"""Records a few forward and backward passes: outputs and gradients of each layer, calls of losses and embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..tensors.nest import named_tensors
 
 FP16_MAX = 65504.0
 FP16_MIN = 2.0**-24
-"""The smallest number above zero that float16 has."""
+"""The smallest positive (subnormal) number of float16."""
 
 _CHANNELS_SECOND = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 _RECTIFIERS = {"relu", "relu_", "threshold", "hardtanh", "hardtanh_", "relu6", "clamp_min", "clamp_min_"}
@@ -29,15 +29,15 @@ _SQUASHERS = {"tanh": 0.99, "tanh_": 0.99, "sigmoid": 0.99, "sigmoid_": 0.99}
 
 @dataclass
 class Layer:
-    """Numbers of a module's outputs, and of the gradients that come back to them."""
+    """Statistics of a module's outputs, and of the gradients with respect to them."""
 
     kind: str
     max_abs: float = 0.0
     grad_max: float = 0.0
     num_gradients: int = 0
-    """Elements of the gradient that are not zero."""
+    """Non-zero elements of the gradients."""
     num_lost: int = 0
-    """Those of them that float16 would round to zero, loss scale included."""
+    """Those that float16 would round to zero, even with the loss scale."""
     smallest: float = math.inf
     squares: float = 0.0
     num_values: int = 0
@@ -73,9 +73,9 @@ class LossCall:
     arguments: dict[str, Any]
     target: Tensor = field(repr=False)
     field: str | None = None
-    """The field of the batch that the target comes from, if one is."""
+    """The field of the batch that the target comes from, if any."""
     mean: float | None = None
-    """Of its elements; None when it was not reached."""
+    """Mean loss per element; None if the call raised."""
 
     @property
     def has_class_indices(self) -> bool:
@@ -102,7 +102,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 class Observer:
-    """Enter it around forward and backward of some batches. Reads every number, so it is for a few batches only."""
+    """A context manager around forward and backward passes. Reads every value on the host: only for a few batches."""
 
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         self.layers: dict[str, Layer] = {}
@@ -110,14 +110,14 @@ class Observer:
         self.loss_calls: list[LossCall] = []
         self.lookups: list[Lookup] = []
         self.largest: dict[str, float] = {}
-        """The largest magnitude that goes into or comes out of an operation, by module."""
+        """The largest magnitude of any operation's inputs and outputs, by module."""
         self._model, self._loss_scale = model, loss_scale
         self._path: list[str] = []
         self._channel_dim = -1
         self._stack = ExitStack()
         self._fields: Mapping[str, Tensor] = {}
-        # Running statistics stay in float32 under autocast.
-        self._kept = {t.data_ptr() for t in model.buffers()}
+        # Running statistics stay in float32 under autocast, so their size does not matter for float16.
+        self._buffers = {t.data_ptr() for t in model.buffers()}
         self._numbers: dict[str, int] = {}
 
     def begin(self, batch: Any) -> None:
@@ -141,7 +141,7 @@ class Observer:
 
     @property
     def path(self) -> str:
-        """Of the module that runs now; empty outside all modules and in the model's own forward."""
+        """Path of the module that is running; empty outside all modules and in the model's own forward."""
         return self._path[-1] if self._path else ""
 
     @property
@@ -183,7 +183,7 @@ class Observer:
                 layer.grad_max = _larger(layer.grad_max, float(size.max()))
                 nonzero = size[size > 0]
                 layer.num_gradients += nonzero.numel()
-                # Halfway to the smallest number float16 rounds to nothing.
+                # Below half of the smallest subnormal, float16 rounds to zero.
                 layer.num_lost += int((nonzero * self._loss_scale < FP16_MIN / 2).sum())
                 if nonzero.numel():
                     layer.smallest = min(layer.smallest, float(nonzero.min()))
@@ -194,10 +194,10 @@ class Observer:
 
     def note_operation(self, name: str, tensors: list[Tensor], output: Any) -> None:
         if name.startswith(("empty", "new_empty")):
-            return  # memory that is still to be written to
+            return  # uninitialised memory
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
-                if tensor.data_ptr() in self._kept:
+                if tensor.data_ptr() in self._buffers:
                     continue
                 self.largest[self.path] = _larger(self.largest.get(self.path, 0.0), _finite_peak(tensor))
         if isinstance(output, Tensor) and output.dim() > 1 and output.is_floating_point():
@@ -262,7 +262,7 @@ class Observer:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees functions by the names that users call them by, with all their arguments."""
+    """Intercepts loss functions and embeddings at the level of torch.nn.functional, with all their arguments."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of the forward pass that a module makes."""
+    """Intercepts every aten operation of the forward pass inside a module."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -312,7 +312,7 @@ def _peak(tensor: Tensor) -> float:
 
 
 def _finite_peak(tensor: Tensor) -> float:
-    """Without -inf and the like, which masks are made of."""
+    """Ignores infinities and NaN: masks are made of -inf."""
     peak = _peak(tensor)
     if math.isfinite(peak):
         return peak
@@ -320,12 +320,12 @@ def _finite_peak(tensor: Tensor) -> float:
 
 
 def _larger(one: float, other: float) -> float:
-    """NaN is larger than anything."""
+    """The maximum, where NaN is larger than anything."""
     return other if math.isnan(other) or other > one else one
 
 
 def _mean_of(call: LossCall, result: Tensor) -> float:
-    """Of the elements that count."""
+    """The mean over the elements that are not ignored."""
     reduction, count = call.arguments.get("reduction", "mean"), max(call.target.numel(), 1)
     if call.has_class_indices:
         count = int((call.target != call.arguments.get("ignore_index", -100)).sum())
@@ -334,7 +334,7 @@ def _mean_of(call: LossCall, result: Tensor) -> float:
 
 
 def _comes_from(tensor: Tensor, leaf: Tensor) -> bool:
-    """The field itself, a view of it, or the same values in another shape; for sequences also without the first or last."""
+    """Whether it is the field, a view of it, or has the same values (for sequences also without the first or last)."""
     if tensor.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() and leaf.numel():
         return True
     flat = tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""What a check answers: how it went, why, the numbers it saw, and what to do."""
+"""The result of a check: its status, the reason, the numbers measured, and a fix."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 @dataclass(frozen=True)
 class Outcome:
     status: str
-    """PASS, WARN (worth a look, may be meant), FAIL (the training will not work as it is) or SKIP (could not be looked at)."""
+    """PASS, WARN (worth a look, may be intended), FAIL (the training will not work as it is) or SKIP (could not be checked)."""
     reason: str
     fix: str = ""
     """What to change; there is one whenever the status is WARN or FAIL."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """What was measured, out of types that JSON knows. NaN and Inf are allowed."""
+    """What was measured, as JSON types. NaN and Inf are allowed."""
 
 
 class Unavailable(Exception):
-    """What a check needs is not to be had; it is skipped, with this reason."""
+    """Raised when a check cannot be made; it is skipped with this message as the reason."""
 
 
 def passed(reason: str, **numbers: Any) -> Outcome:
@@ -40,7 +40,7 @@ def skipped(reason: str) -> Outcome:
 
 
 def worst(outcomes: list[Outcome], otherwise: Outcome) -> Outcome:
-    """The most severe of several findings, with the others told beside it."""
+    """One outcome of several findings: the most severe status and its fix, the reasons of up to three."""
     if not outcomes:
         return otherwise
     ranked = sorted(outcomes, key=lambda outcome: (FAIL, WARN).index(outcome.status))

@@ -1,4 +1,4 @@
-"""Every check, in the order in which they run: cheap ones first, and what explains others before them."""
+"""Every check, in the order in which they run: cheap ones first, causes before their consequences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHECKS = (
     Check(
         "data_scale",
         data.scale,
-        "outliers, and fields that nobody scaled",
+        "outliers, and fields that are not standardised",
         "",
         "a sample is 1,000 times the typical one, or the typical value is above 10,000",
         "rescale, clip or leave out the sample named; standardise the field",
@@ -68,7 +68,7 @@ CHECKS = (
         labels.padding,
         "an `ignore_index` or `padding_idx` that is also a real class or token",
         "a class is ignored, or the padding stands inside more than a tenth of the sequences",
-        "it does so in fewer sequences",
+        "the padding stands inside fewer sequences",
         "give padding a number of its own",
     ),
     Check(
@@ -122,7 +122,7 @@ CHECKS = (
     Check(
         "dead_units",
         steps.dead_units,
-        "units of ReLU that never react, and saturated tanh and sigmoid",
+        "units of ReLU that never activate, and saturated tanh and sigmoid",
         "nine tenths of a layer are dead",
         "half of a layer is dead, or nine tenths of its values are saturated",
         "start biases at 0 and weights at `kaiming_uniform_`, or use LeakyReLU or GELU",
@@ -138,7 +138,7 @@ CHECKS = (
     Check(
         "initial_loss",
         loss.initial_loss,
-        "the first loss against that of a model that knows nothing: ln C, ln 2, or predicting 0",
+        "the first loss against that of a model that has learned nothing: ln C, ln 2, or predicting 0",
         "5 times that (squared error: 100 times), or 1,000 times its own mean",
         "1.5 times, less than half, or 20 times its own mean",
         "small weights in the last layer, standardised targets, `reduction='mean'`",
@@ -146,7 +146,7 @@ CHECKS = (
     Check(
         "overfit_batch",
         trials.overfit_batch,
-        "whether one batch can be learned by heart",
+        "whether the model can overfit one batch",
         "the loss falls by less than 2%",
         "by less than 10%",
         "match inputs and targets, use the model's output in the loss, train the parameters that matter",
@@ -170,15 +170,15 @@ CHECKS = (
     Check(
         "resume",
         repeat.resume,
-        "whether four steps, saved and resumed in the middle, give the same bits as in one go",
+        "whether four steps, saved and resumed halfway, give the same bits as uninterrupted ones",
         "a tensor differs",
         "",
-        "`register_buffer` for what a module counts or caches; data that gives the same order again",
+        "`register_buffer` for what a module counts or caches; data that repeats its order",
     ),
     Check(
         "lint",
         source.lint,
-        "patterns in your code that go NaN later",
+        "patterns in your code that may produce NaN later",
         "",
         "`safetrain lint` finds one",
         "the safe form of the line named",

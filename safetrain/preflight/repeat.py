@@ -1,4 +1,4 @@
-"""Checks that the same step gives the same numbers, at once and after a resume."""
+"""Checks of reproducibility: the same step run twice, and a run that is saved and resumed, give the same bits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..checkpoint.state import TrainState
-from ..core.numbers import amount, gigabytes, listed
-from ..data.sources import Iterated, Listed, Loader, MapData, Stateful
+from ..core.numbers import amount, gibibytes, listed
+from ..data.sources import IterableSource, ListSource, MapSource, StatefulSource
 from ..errors import Interrupted
 from ..tensors.nest import named_tensors
-from ..trainer.parts import TrainerParts
 from .outcome import Outcome, Unavailable, failed, passed, warned
 from .subject import Subject
 
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from ..trainer.trainer import SafeTrainer
 
 TOLERANCE = 1e-4
-"""Relative difference up to which the order of additions on a GPU may be to blame."""
+"""A relative difference up to this may come from the order of additions on a GPU."""
 MAX_STATE_BYTES = 500 * 2**20
 NUM_STEPS = 4
-"""Of the training that is interrupted in the middle."""
+"""Steps of the run that is interrupted in the middle."""
 
 
 def replay(subject: Subject) -> Outcome:
@@ -51,7 +50,7 @@ def replay(subject: Subject) -> Outcome:
     largest = max(differing.values())
     return (failed if largest > TOLERANCE else warned)(
         f"the same step gives other numbers when it is run again: {listed(list(differing))} differ by up to {amount(largest)}",
-        "draw random numbers from torch, numpy.random or random, not from the clock, os.urandom or a generator that is made anew; "
+        "draw random numbers from torch, numpy.random or random, not from the clock, os.urandom or a new generator in each step; "
         "for GPU kernels set loop.deterministic=true",
         differing=list(differing)[:64],
         largest=largest,
@@ -67,7 +66,7 @@ def _other_data(subject: Subject) -> Outcome | None:
     if not differing:
         return None
     return warned(
-        f"the first batch is another one when it is read again: field {listed(differing)}",
+        f"the first batch is different when it is read again: field {listed(differing)}",
         "seed the random numbers of the data set per sample (from its index and the epoch), so that a resume reads the same data",
         fields=differing,
     )
@@ -85,18 +84,18 @@ def _once(subject: Subject, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def resume(subject: Subject) -> Outcome:
-    """A few steps in one go, and the same interrupted and resumed: the weights must be the same bit for bit."""
+    """A few steps uninterrupted, and the same steps saved and resumed halfway: the weights must be bit-identical."""
     size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
     if size > MAX_STATE_BYTES:
-        raise Unavailable(f"the model has {gigabytes(size)}, too much to save twice in a check")
+        raise Unavailable(f"the model has {gibibytes(size)}, too much to save twice in a check")
     subject.healthy  # noqa: B018  raises where no step can be made
     steps = 2 * NUM_STEPS * subject.trainer.config.loop.grad_accum
     if steps * subject.seconds_per_step > subject.budget.left:
         raise Unavailable(
-            f"there is no time for {steps} passes of {amount(subject.seconds_per_step)} s; --budget gives more"
+            f"{steps} passes of {amount(subject.seconds_per_step)} s do not fit into the budget; raise --budget"
         )
     if subject.guards is None:
-        raise Unavailable("the guards cannot be copied, so no second run can be made beside the real one")
+        raise Unavailable("the guards cannot be copied, so a second run next to the real one is not possible")
     with tempfile.TemporaryDirectory(prefix="safetrain-check-") as directory, _quiet():
         whole = _run(subject, Path(directory, "whole"), NUM_STEPS, False)
         _run(subject, Path(directory, "cut"), NUM_STEPS // 2, False)
@@ -108,8 +107,8 @@ def resume(subject: Subject) -> Outcome:
         )
     return failed(
         f"a resumed run goes on differently: {listed([name.partition('/')[2] for name in differing])} differ after {NUM_STEPS} steps",
-        "let everything that a step depends on be saved: counters and caches of a module with register_buffer (or get_extra_state), "
-        "no torch.Generator of its own, and data that gives the same order again or has state_dict and load_state_dict",
+        "let everything that a step depends on be saved: register_buffer (or get_extra_state) for counters and caches of a module, "
+        "no private torch.Generator, and data that repeats its order or has state_dict and load_state_dict",
         differing=differing[:64],
     )
 
@@ -127,17 +126,20 @@ def _run(subject: Subject, directory: Path, num_steps: int, resumed: bool) -> di
             raise Unavailable(
                 f"the run does not get through {num_steps} steps: {type(error).__name__}: {first_line}"
             ) from error
-        state = TrainState.gather(trainer, progress=False)
+        state = TrainState.gather(trainer.stepper)
         return {name: tensor.clone() for name, tensor in state.tensors.items()}
 
 
 def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
-    """A trainer with the same parts that writes to another directory and shows nothing."""
+    """A trainer with the same parts that writes to another directory and prints nothing."""
+    from ..trainer.trainer import SafeTrainer
+
     trainer = subject.trainer
     config = copy.deepcopy(trainer.config)
     config.loop.max_steps, config.loop.max_epochs, config.loop.max_hours = num_steps, None, None
     config.loop.compile, config.data.num_workers = False, 0
     config.logging.console, config.logging.tensorboard = "off", False
+    config.logging.trackers, config.logging.sinks = [], []
     config.forensics.enabled, config.recovery.heal, config.recovery.ladder = False, [], ["skip"]
     checkpoint = config.checkpoint
     checkpoint.enabled, checkpoint.async_, checkpoint.save_final, checkpoint.snapshot_every = True, False, False, None
@@ -145,10 +147,10 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     config.scheduler = None if scheduler is None else config.scheduler
     twin = object.__new__(type(trainer))
     vars(twin).update(vars(trainer), _run=None)
-    TrainerParts.__init__(
+    SafeTrainer.__init__(
         twin,
         trainer.model,
-        loss_fn=trainer._loss_fn,
+        loss_fn=trainer.loss_fn,
         optimizer=trainer.optimizer,
         train_data=_data_of(subject.sample.source()),
         scheduler=scheduler,
@@ -156,20 +158,16 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
         guards=copy.deepcopy(subject.guards),
         run_dir=directory,
     )
-    # What users do there may leave traces outside: files, messages.
+    # The user's hooks may write files or send messages: they are not called.
     vars(twin).update(on_commit=lambda view: None, on_incident=lambda incident: None)
     return twin
 
 
 def _data_of(source: Any) -> Any:
-    if isinstance(source, MapData):
-        return source._loader.dataset
-    if isinstance(source, Listed):
-        return [copy.deepcopy(batch) for batch in source._batches[: 4 * NUM_STEPS]]
-    if isinstance(source, Stateful):
-        return source._data
-    assert isinstance(source, (Loader, Iterated))
-    return source._data
+    if isinstance(source, ListSource):
+        return [copy.deepcopy(batch) for batch in source.data[: 4 * NUM_STEPS]]
+    assert isinstance(source, (MapSource, IterableSource, StatefulSource))
+    return source.data
 
 
 @contextmanager

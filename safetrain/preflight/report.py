@@ -1,4 +1,4 @@
-"""All outcomes together: for a terminal, and for a program."""
+"""The outcomes of all checks, rendered for a terminal or as a dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "bright_black"}
 
 @dataclass(frozen=True)
 class Checked:
-    """One check and how it went."""
+    """The name of a check, its outcome and its time."""
 
     name: str
     outcome: Outcome
@@ -79,12 +79,12 @@ class CheckReport:
         raise KeyError(name)
 
     def with_status(self, status: str) -> list[Checked]:
-        """Those that went so: PASS, WARN, FAIL or SKIP."""
+        """The checks with this status: PASS, WARN, FAIL or SKIP."""
         return [checked for checked in self.checks if checked.status == status]
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many checks there are of each status."""
+        """The number of checks per status."""
         found = Counter(checked.status for checked in self.checks)
         return {status: found[status] for status in (PASS, WARN, FAIL, SKIP)}
 

@@ -1,4 +1,4 @@
-"""Runs the checks over a trainer, and leaves it as it was."""
+"""Runs the checks on a trainer, and leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.spelling import suggest
+from ..distributed.machine import deterministic_algorithms
 from ..errors import UsageError
 from ..guards import Guard
-from ..trainer.engine import deterministic_algorithms
 from ..trainer.run import Run
 from .outcome import Outcome, Unavailable, skipped
 from .registry import CHECKS, Check
@@ -33,10 +33,10 @@ def check(
     budget: float = 10.0,
     tell: Callable[[Checked], None] = lambda checked: None,
 ) -> CheckReport:
-    """Look at data, model and first steps of a trainer before `fit()`; nothing of it is changed.
+    """Check data, model and first steps of a trainer before `fit()`, without changing any of them.
 
-    `only` names the checks to make, `budget` is about how many seconds they may take: of large data a sample is seen. `tell` is
-    given each outcome as soon as it is known.
+    `only` names the checks to run; `budget` is roughly how many seconds they may take: of large data only a sample is read.
+    `tell` is called with each outcome as soon as it is known.
 
     >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
     >>> data[4][0][2, 1] = torch.nan
@@ -48,11 +48,11 @@ def check(
     "field '0' has NaN in 1 of 160 samples: row 2 of batch 4"
     """
     chosen = _chosen(only)
-    if trainer._run is not None:
+    if trainer.has_run:
         raise UsageError("fit() was already called on this trainer.\nTo fix: call check before fit().")
-    if trainer.engine.world_size > 1:
+    if trainer.machine.world_size > 1:
         raise UsageError(
-            f"a check looks at one process, and there are {trainer.engine.world_size}.\n"
+            f"checks run in one process, and there are {trainer.machine.world_size}.\n"
             "To fix: run `safetrain check` without torchrun, or call it only if WORLD_SIZE is not set."
         )
     allowed = Budget(budget)
@@ -81,35 +81,35 @@ def _run(each: Check, subject: Subject) -> Checked:
         outcome: Outcome = each.run(subject)
     except Unavailable as reason:
         outcome = skipped(str(reason))
-    except Exception as error:  # a check that cannot cope with a model must not keep the others from being made
+    except Exception as error:  # a check that fails on a model must not prevent the others
         outcome = skipped(f"the check itself failed: {type(error).__name__}: {error}")
     return Checked(each.name, outcome, time.perf_counter() - begin)
 
 
 class _Unwritten(Run):
-    """A run at its beginning, without a directory: a step may ask the trainer how far it is."""
+    """A run at its start, without a directory: the user's step may read `trainer.step` and the like."""
 
     def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None: ...
 
 
 def _copied_guards(trainer: SafeTrainer) -> list[Guard] | None:
-    """For trial runs, before any of them is attached; None if they cannot be copied."""
+    """Copies for trial runs, made before any guard is attached; None if they cannot be copied."""
     shared: dict[int, object] = {id(module): module for module in trainer.model.modules()}
     try:
-        return copy.deepcopy(trainer.guards, shared)
+        return copy.deepcopy(list(trainer.guards), shared)
     except Exception:  # a guard of the user's may hold anything
         return None
 
 
 def _as_in_a_run(trainer: SafeTrainer) -> ExitStack:
-    """Islands and deterministic algorithms as a run has them; what the code warns of, it will warn of again in the run."""
+    """Islands and deterministic algorithms as in a run. Warnings are ignored: they come again in the run."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.enable_grad())
         if trainer.config.loop.deterministic:
             stack.enter_context(deterministic_algorithms())
-        trainer._run = _Unwritten(trainer.config, None, trainer.engine.rank)
+        trainer._run = _Unwritten(trainer.config, None, trainer.machine.rank)
         stack.callback(setattr, trainer, "_run", None)
         for guard in trainer.guards:
             if guard.name == "islands" and (remove := guard.attach(trainer.model)) is not None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..data.sampler import EpochBatches
-from ..data.sources import Iterated, Listed, Loader, MapData, Source, Stateful
+from ..data.sampler import ResumableBatchSampler
+from ..data.sources import IterableSource, ListSource, LoaderSource, MapSource, Source, StatefulSource
 from ..tensors.nest import describe, leaves, num_samples, to_device
 from .outcome import Unavailable
 
@@ -60,9 +60,9 @@ class Sample:
     """
 
     def __init__(self, trainer: SafeTrainer) -> None:
-        self._original, self._model = trainer.stream._source, trainer.model
-        self._device = trainer.engine.device
-        self._epoch: EpochBatches | None = None
+        self._original, self._model = trainer.stream.source, trainer.model
+        self._device = trainer.machine.device
+        self._epoch: ResumableBatchSampler | None = None
         source = self.source()
         self.num_samples, self.num_batches = _num_samples(source), source.num_batches()
 
@@ -76,10 +76,10 @@ class Sample:
         count = self.num_batches or 0
         places = range(count) if in_order else list(dict.fromkeys([*before, *_spread(count)]))
         batches: Iterator[tuple[int, Sequence[int] | None, Any]]
-        if isinstance(source, MapData):
+        if isinstance(source, MapSource):
             batches = self._of_map_data(source, places)
-        elif isinstance(source, Listed):
-            batches = ((place, None, source._batches[place]) for place in places)
+        elif isinstance(source, ListSource):
+            batches = ((place, None, source.data[place]) for place in places)
         else:
             batches = _one_after_another(source)
         place, ids = -1, None
@@ -94,12 +94,12 @@ class Sample:
                 raise CannotRead(f"batch {place + 1}", error) from error
             yield Read(self._checked(place, batch), place, ids)
 
-    def _of_map_data(self, source: MapData, places: Sequence[int]) -> Iterator[tuple[int, Sequence[int], Any]]:
+    def _of_map_data(self, source: MapSource, places: Sequence[int]) -> Iterator[tuple[int, Sequence[int], Any]]:
         if self._epoch is None:  # its permutation takes a while to make for large data
-            self._epoch = copy.copy(source._batches)
+            self._epoch = copy.copy(source.sampler)
             self._epoch.epoch = self._epoch.base = 0
         batches = self._epoch
-        dataset, collate = source._loader.dataset, source._loader.collate_fn
+        dataset, collate = source.data, source.loader.collate_fn
         for place in places:
             ids = batches.batch(place)
             samples = list(_samples(dataset, ids))
@@ -141,9 +141,9 @@ def _spoken(ids: Sequence[int]) -> str:
 
 def _num_samples(source: Source) -> int | None:
     """Of the first epoch, where that is known."""
-    if not isinstance(source, MapData):
+    if not isinstance(source, MapSource):
         return None
-    batches = source._batches
+    batches = source.sampler
     return min(batches.length, len(batches) * batches.batch_size)
 
 
@@ -161,25 +161,25 @@ def _readable(source: Source, model: nn.Module) -> Source:
     """The source itself, or one like it that can be read without a trace."""
     if source.one_shot:
         raise Unavailable("the training data can be iterated over only once, and looking at it would use it up")
-    if isinstance(source, Stateful):
+    if isinstance(source, StatefulSource):
         return _copied(source, model)
-    if isinstance(source, Loader):
-        return Loader(_in_this_process(source._loader))
-    if isinstance(source, Iterated) and type(source._data) is DataLoader:
-        return Iterated(_in_this_process(source._data))
+    if isinstance(source, LoaderSource):
+        return LoaderSource(_in_this_process(source.data))
+    if isinstance(source, IterableSource) and type(source.data) is DataLoader:
+        return IterableSource(_in_this_process(source.data))
     return source
 
 
-def _copied(source: Stateful, model: nn.Module) -> Stateful:
+def _copied(source: StatefulSource, model: nn.Module) -> StatefulSource:
     """Data that knows its own position gives it up in a copy; what it shares with the model, a policy say, stays shared."""
     shared: dict[int, Any] = {id(module): module for module in model.modules()}
-    dataset = getattr(source._data, "dataset", None)
+    dataset = getattr(source.data, "dataset", None)
     shared[id(dataset)] = dataset
     try:
-        return Stateful(copy.deepcopy(source._data, shared))
+        return StatefulSource(copy.deepcopy(source.data, shared))
     except Exception as error:
         raise Unavailable(
-            f"{type(source._data).__name__} keeps a position of its own and cannot be copied ({type(error).__name__}: {error})"
+            f"{type(source.data).__name__} keeps a position of its own and cannot be copied ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What the data looks like: statistics of every field over the batches that were read."""
+"""Statistics of every field of the data, over the batches that were read."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..tensors.nest import named_tensors
 from .sample import CannotRead, Read, Sample
 
 KEPT = 64
-"""Names of samples that are kept of each kind of oddity."""
+"""Names of samples kept per kind of problem."""
 NUM_EXTREMES = 2
 
 
 @dataclass
 class Rows:
-    """Samples that have something in common: how many there are, and the names of the first ones."""
+    """Samples with the same problem: how many there are, and the names of the first ones."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
     batches: dict[str, tuple[Read, int]] = field(default_factory=dict)
-    """The first few themselves, with their row."""
+    """The batch and row of the first few, by name."""
 
     def add(self, read: Read, which: Tensor) -> None:
         rows = which.nonzero().flatten().tolist()
@@ -43,17 +43,17 @@ class Field:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one sample, as in the first batch."""
+    """Shape of one sample, as in the first batch."""
     num_rows: int = 0
     nan: Rows = field(default_factory=Rows)
     inf: Rows = field(default_factory=Rows)
     empty: Rows = field(default_factory=Rows)
-    """Samples without a single value."""
+    """Samples without any value."""
     all_same: dict[int, Rows] = field(default_factory=dict)
-    """By value: integer sequences that repeat it from end to end."""
+    """By value: integer sequences that consist of nothing else."""
     all_zero: Rows = field(default_factory=Rows)
     interior: dict[int, Rows] = field(default_factory=dict)
-    """By marker: sequences in which it stands between other values."""
+    """By marker (padding, ignore index): sequences in which it stands between other values."""
     with_marker: dict[int, Rows] = field(default_factory=dict)
     low: Tensor | None = None
     high: Tensor | None = None
@@ -62,11 +62,11 @@ class Field:
     maximum: tuple[float, str] = (-math.inf, "")
     """The extreme finite values, with the sample that holds them."""
     negatives: dict[int, str] = field(default_factory=dict)
-    """Different negative values of an integer field, each with a sample that holds it."""
+    """The distinct negative values of an integer field, each with a sample that holds it."""
     peaks: list[float] = field(default_factory=list)
     """Largest absolute value of each sample."""
     extremes: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    """By a property of samples: its most extreme values, the largest first, with the position of their batch."""
+    """By statistic of a sample (mean, min, …): its most extreme values with the position of their batch, largest first."""
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Scan:
     num_rows: int = 0
     num_batches: int = 0
     num_samples: int | None = None
-    """In all, where that is known."""
+    """In the whole data set, if known."""
     is_whole: bool = False
     empty_batches: list[int] = field(default_factory=list)
     error: CannotRead | None = None
 
     @property
     def unusual(self) -> list[int]:
-        """Positions of batches that hold the most unusual samples: those that a step is likeliest to stumble over."""
+        """Positions of the batches with the most extreme samples: those most likely to give a non-finite step."""
         ranked = [extremes for known in self.fields.values() for extremes in known.extremes.values()]
         by_rank = [extremes[rank][1] for rank in range(NUM_EXTREMES) for extremes in ranked if rank < len(extremes)]
         return list(dict.fromkeys(by_rank))
@@ -98,7 +98,7 @@ class Scan:
 
 @torch.no_grad()
 def scan(sample: Sample, markers: Mapping[str, set[int]], deadline: float) -> Scan:
-    """Read until the deadline. `markers`: values with a meaning of their own (padding, ignore index), by field."""
+    """Read until the deadline. `markers`: special values (padding, ignore index), by field."""
     found = Scan(num_samples=sample.num_samples)
     try:
         for read in sample.batches():
@@ -149,7 +149,7 @@ def _look(known: Field, leaf: Tensor, read: Read, markers: set[int]) -> None:
 
 
 def _note_extremes(known: Field, flat: Tensor, read: Read) -> None:
-    """Where values are largest and smallest, what sequences begin and end with, what lies outside on average."""
+    """Remember the batches with the most extreme first, last, mean, smallest and largest values of a sample."""
     properties = {
         "first": flat[:, 0],
         "last": flat[:, -1],

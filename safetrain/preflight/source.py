@@ -1,4 +1,4 @@
-"""The code that a run is made of, looked at by the linter."""
+"""Runs the linter over the user's code that a training step executes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.numbers import listed
-from ..data.sources import Iterated, MapData, Stateful
+from ..data.sources import IterableSource, MapSource, StatefulSource
 from ..lint import lint_paths
 from .outcome import Outcome, passed, skipped, warned
 from .subject import Subject
@@ -39,7 +39,7 @@ def lint(subject: Subject) -> Outcome:
 
 
 def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
-    """The lines of these files that reading a batch and one step run: a recipe may hold code that this config does not use."""
+    """The lines of these files that reading a batch and one step execute: a recipe may hold code that this config does not use."""
     lines: dict[str, set[int]] = {str(path): set() for path in files}
     spellings: dict[str, str | None] = {}
 
@@ -64,7 +64,7 @@ def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
             loss = subject.forward(batch)
             torch.autograd.backward(loss)
         except Exception:
-            pass  # told by others; what was run until then is known
+            pass  # finite_steps reports it; the lines run so far are known
         finally:
             sys.settrace(before)
     return lines
@@ -73,17 +73,15 @@ def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
 def _parts(subject: Subject) -> Iterator[Any]:
     trainer = subject.trainer
     yield from (type(module) for module in subject.model.modules())
-    loss: Any = trainer._loss_fn
+    loss: Any = trainer.loss_fn
     while isinstance(loss, functools.partial):
         loss = loss.func
     if loss is not None:
         yield loss if inspect.isfunction(loss) or inspect.ismethod(loss) else type(loss)
     yield type(trainer)
-    source = trainer.stream._source
-    if isinstance(source, MapData):
-        yield type(source._loader.dataset)
-    elif isinstance(source, (Iterated, Stateful)):
-        yield source._data if inspect.isfunction(source._data) else type(source._data)
+    source = trainer.stream.source
+    if isinstance(source, (MapSource, IterableSource, StatefulSource)):
+        yield source.data if inspect.isfunction(source.data) else type(source.data)
 
 
 def _own_file(thing: Any) -> Path | None:

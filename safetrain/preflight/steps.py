@@ -1,4 +1,4 @@
-"""Checks of the first steps, with the weights as they are at the start."""
+"""Checks of the first steps, with the initial weights."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .sample import CannotRead, Read
 from .subject import Subject
 
 MAX_UNUSUAL = 12
-"""Batches with unusual samples that are tried first, and given more time."""
+"""Batches with unusual samples: tried first, and given more time."""
 
 
 def finite_steps(subject: Subject) -> Outcome:
-    """Every batch that there is time for, forward and backward; the first bad one is investigated."""
+    """Forward and backward of as many batches as the budget allows; the first non-finite one is investigated."""
     if (error := subject.observed.error) is not None:
         return _raised(subject, error)
     num_batches = num_samples = 0
     bad: Read | None = None
-    subject.scan  # noqa: B018  it is not to be made in the middle of the next loop
+    subject.scan  # noqa: B018  a cached property: computed here, before the deadlines below start
     deadline, latest = subject.budget.deadline(0.15), subject.budget.deadline(0.3)
     with subject.clean():
         try:
             for read in subject.sample.batches(before=subject.scan.unusual[:MAX_UNUSUAL]):
                 num_batches += 1
-                seed_everything(read.position)  # a step that draws something shall not draw the same each time
+                seed_everything(read.position)  # every step draws other random numbers
                 num_samples += read.size
                 if not _is_healthy(_step(subject, read)):
                     bad = read
@@ -47,7 +47,7 @@ def finite_steps(subject: Subject) -> Outcome:
                 if time.perf_counter() > (deadline if num_batches >= MAX_UNUSUAL else latest):
                     break
         except CannotRead:
-            pass  # told by readable
+            pass  # `readable` reports it
     seen: dict[str, Any] = {"num_batches": num_batches, "seen": num_samples, "of": subject.sample.num_samples}
     total = f" of {subject.sample.num_batches}" if subject.sample.num_batches is not None else ""
     if bad is None:
@@ -57,11 +57,11 @@ def finite_steps(subject: Subject) -> Outcome:
 
 def _step(subject: Subject, read: Read) -> Step:
     trainer = subject.trainer
-    return Step(subject.model, trainer.training_step, [read.batch], precision=trainer.engine.precision)
+    return Step(subject.model, trainer.training_step, [read.batch], precision=trainer.precision.name)
 
 
 def _investigated(subject: Subject, read: Read, seen: dict[str, Any]) -> Outcome:
-    """The first bad operation of this batch, why, and what helped when it was tried."""
+    """The first bad operation of this batch, its cause, and the fix that was tried on a replay."""
     with subject.clean():
         seed_everything(read.position)
         diagnosis = diagnose(_step(subject, read), Effort(max_replays=24))
@@ -97,7 +97,7 @@ def _investigated(subject: Subject, read: Read, seen: dict[str, Any]) -> Outcome
 
 
 _ROWS = re.compile(r"without samples \[[\d, ]*\]")
-"""Of a batch, where names of samples say more."""
+"""Row numbers within a batch, which are replaced by the names of the samples."""
 
 
 def _short(file: str) -> str:
@@ -141,22 +141,22 @@ def output_scale(subject: Subject) -> Outcome:
     problems = []
     for name, layer in layers.items():
         if not layer.max_abs < LARGE_OUTPUT:
-            say = failed if not layer.max_abs < HUGE_OUTPUT else warned
+            status = failed if not layer.max_abs < HUGE_OUTPUT else warned
             problems.append(
-                say(
+                status(
                     f"{name} ({layer.kind}) gives values up to {amount(layer.max_abs)}",
                     _smaller(subject, name, layer.max_abs),
                     layer=name,
                     largest=layer.max_abs,
                 )
             )
-            break  # those after it only pass it on
+            break  # the layers after it only propagate it
     largest = max(layers, key=lambda name: layers[name].max_abs)
-    told = passed(
+    fine = passed(
         f"{len(layers)} layers, the largest output is {amount(layers[largest].max_abs)} ({largest})",
         rms={name: layer.rms for name, layer in layers.items()},
     )
-    return worst(problems, told)
+    return worst(problems, fine)
 
 
 def _smaller(subject: Subject, name: str, largest: float) -> str:
@@ -193,7 +193,7 @@ def gradient_scale(subject: Subject) -> Outcome:
                 unreached=missing,
             )
         )
-    # Few rows of an embedding are used in a step, and a bias before a normalisation gets nothing.
+    # Few rows of an embedding are used in a step, and a bias before a normalisation gets no gradient.
     embeddings = {id(m.weight) for m in subject.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     matrices = {
         name: sizes[name]
@@ -201,7 +201,7 @@ def gradient_scale(subject: Subject) -> Outcome:
         if p.dim() > 1 and name in sizes and id(p) not in embeddings
     }
     zero = [name for name, size in matrices.items() if size == 0]
-    if zero and not _starts_switched_off(subject, matrices):
+    if zero and not _has_zero_init_branch(subject, matrices):
         problems.append(
             warned(
                 f"the gradient is exactly zero in {listed(zero)}",
@@ -233,8 +233,8 @@ def gradient_scale(subject: Subject) -> Outcome:
     return worst(problems, passed(f"norm {amount(norm)}, all {len(sizes)} parameters reached", norm=norm, rms=sizes))
 
 
-def _starts_switched_off(subject: Subject, gradients: dict[str, float]) -> bool:
-    """A matrix of zeros that gets a gradient: a branch that learns to switch itself on, and lets nothing through until then."""
+def _has_zero_init_branch(subject: Subject, gradients: dict[str, float]) -> bool:
+    """A zero matrix that gets a gradient, as in LoRA: what comes before it gets no gradient until the matrix has changed."""
     parameters = dict(subject.model.named_parameters())
     return any(size > 0 and not bool(parameters[name].any()) for name, size in gradients.items())
 
@@ -280,7 +280,7 @@ def dead_units(subject: Subject) -> Outcome:
 
 
 def amp_headroom(subject: Subject) -> Outcome:
-    observer, precision = subject.steps.observer, subject.trainer.engine.precision
+    observer, precision = subject.steps.observer, subject.trainer.precision.name
     in_fp32 = [name for name in islands.islands_of(subject.model) if name != islands.LOSS]
     low = {name: size for name, size in observer.largest.items() if not _is_below(name, in_fp32)}
     if not low:
@@ -310,7 +310,7 @@ def amp_headroom(subject: Subject) -> Outcome:
         if lost > 0.1:
             problems.append(
                 (failed if lost > 0.9 else warned)(
-                    f"{lost:.0%} of the gradients are too small for float16, even with the loss scaled (smallest {amount(smallest)}, "
+                    f"{lost:.0%} of the gradients are too small for float16, even with loss scaling (smallest {amount(smallest)}, "
                     f"float16 begins at {amount(FP16_MIN)})",
                     "use loop.precision=bf16 or fp32, or scale the loss up",
                     **numbers,

@@ -1,4 +1,4 @@
-"""What is being checked: a trainer, a sample of its data, and what was seen of its first steps; each found out once."""
+"""What the checks share: the trainer, a sample of its data, and observations of its first steps, each computed once."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 
 NONE_FINITE = "none of the first batches gives a finite loss and finite gradients, see finite_steps"
 NUM_FIRST = 4
-"""Batches at the beginning of the run whose steps are looked at closely."""
-
-
+"""Batches at the start of the run whose steps are observed."""
 GRACE = 1.2
+"""Checks still start until this multiple of the budget is spent, because most need little time."""
 
 
 class Budget:
-    """Seconds for all checks together; a check that takes long asks for a share of them."""
+    """Seconds for all checks together; a long check takes a share of them."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -46,11 +45,10 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """What needs little time is still made when the budget is just used up."""
         return GRACE * self.seconds - self.spent
 
     def deadline(self, share: float) -> float:
-        """On the clock of `time.perf_counter`: the end of this share, or of the whole if that is sooner."""
+        """On the clock of `time.perf_counter`: the end of this share, or of the whole budget if that is sooner."""
         return min(time.perf_counter() + share * self.seconds, self._begin + self.seconds)
 
 
@@ -59,7 +57,7 @@ class Observation:
     observer: Observer
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """Of the optimizer's parameters by name, summed over the batches; None for one that the loss does not reach."""
+    """By parameter name, summed over the batches; None for one that the loss does not reach."""
     error: Exception | None = None
     num_samples: int = 0
 
@@ -70,11 +68,11 @@ class Subject:
     ) -> None:
         self.trainer, self.budget, self.untouched = trainer, budget, untouched
         self.guards = guards
-        untouched.rewind()
-        """Copies of the trainer's, as they are before a run; None if there can be none."""
+        """Copies of the trainer's guards, not attached; None if they cannot be copied."""
         self.seconds_per_step = math.inf
-        """Of a plain forward and backward pass, once one was made."""
+        """Of a plain forward and backward pass, once one was measured."""
         self.model = trainer.model
+        untouched.rewind()
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +82,7 @@ class Subject:
 
     @cached_property
     def first(self) -> list[Read]:
-        """The first batches that a run takes."""
+        """The first batches of a run."""
         found: list[Read] = []
         deadline = self.budget.deadline(0.1)
         try:
@@ -102,13 +100,13 @@ class Subject:
 
     @cached_property
     def scan(self) -> Scan:
-        """Statistics of the data, as much of it as can be read in a sixth of the time."""
+        """Statistics of the data, as much of it as can be read in 15% of the budget."""
         markers = self._markers()
         with self.clean():
             return scan(self.sample, markers, self.budget.deadline(0.15))
 
     def _markers(self) -> dict[str, set[int]]:
-        """Values that stand for something else than themselves, by the field they are in."""
+        """Padding and ignore indices, by the field they are in."""
         try:
             observer = self.observed.observer
         except Unavailable:
@@ -125,14 +123,14 @@ class Subject:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, autocast: bool = True) -> Tensor:
-        """The loss of a batch, which is copied first: a step may write to it."""
-        with self.trainer.engine.autocast() if autocast else nullcontext():
+        """The loss of a batch, which is copied first because a step may write to it."""
+        with self.trainer.precision.autocast() if autocast else nullcontext():
             output = self.trainer.training_step(self.model, fresh(batch))
         return split_loss(output, "training_step")[0]
 
     @contextmanager
     def clean(self) -> Iterator[None]:
-        """After it, everything is as before the first step again: so it is at the beginning of the next one."""
+        """On exit, everything is restored to its state before the first step."""
         try:
             yield
         finally:
@@ -140,9 +138,9 @@ class Subject:
 
     @cached_property
     def observed(self) -> Observation:
-        """The first batches, with the initial weights, in float32: magnitudes are the same there, and nothing overflows."""
-        scale = self.trainer.engine.loss_scale()
-        observer = Observer(self.model, 65536.0 if scale is None else float(scale))
+        """The first batches with the initial weights, in float32: the same magnitudes, but nothing overflows."""
+        precision = self.trainer.precision
+        observer = Observer(self.model, precision.host_loss_scale() if precision.name == "fp16" else 65536.0)
         seen = Observation(observer)
         batches = self._finite or self.first
         with self.clean():
@@ -163,13 +161,13 @@ class Subject:
             names = {id(p): name for name, p in self.model.named_parameters()}
             for group in self.trainer.optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
-                    name = names.get(id(parameter), f"(beside the model).{index}")
+                    name = names.get(id(parameter), f"(outside the model).{index}")
                     seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach()
         return seen
 
     @property
     def steps(self) -> Observation:
-        """The same, for checks that cannot do with less than whole steps."""
+        """Like `observed`, for checks that need complete finite steps; raises Unavailable without them."""
         if self.observed.error is not None:
             raise Unavailable(f"the step raises {type(self.observed.error).__name__}, see finite_steps")
         if not self._finite:
@@ -181,7 +179,7 @@ class Subject:
         return self.observed.observer.loss_calls
 
     def clear_gradients(self) -> None:
-        for parameter in self.trainer._parameters:
+        for parameter in self.trainer.stepper.parameters:
             parameter.grad = None
 
     @cached_property
@@ -199,16 +197,16 @@ class Subject:
                         continue
                     torch.autograd.backward(loss)
                 except Exception:
-                    continue  # told by finite_steps
+                    continue  # `finite_steps` reports it
                 self.seconds_per_step = min(self.seconds_per_step, time.perf_counter() - begin)
-                gradients = [p.grad for p in self.trainer._parameters if p.grad is not None]
+                gradients = [p.grad for p in self.trainer.stepper.parameters if p.grad is not None]
                 if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
                     found.append(read)
         return found
 
     @property
     def healthy(self) -> list[Read]:
-        """First batches whose loss and gradients are finite: what trials are made with."""
+        """First batches whose loss and gradients are finite, used for trial trainings."""
         if not self._finite:
             raise Unavailable(NONE_FINITE)
         return self._finite

@@ -1,4 +1,4 @@
-"""Checks that train a little, on a few batches, and put everything back."""
+"""Checks that train for a few steps and then restore everything."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .sample import Read
 from .subject import Subject
 
 SMALLER, LARGER = (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6), (10.0, 100.0, 1e3, 1e4)
-"""Times the learning rate, tried in this order if it is too high or too low, as there is time."""
+"""Factors of the learning rate, tried in this order if it is too high or too low, while there is time."""
 LEARNS, LEARNS_NOTHING = 0.1, 0.02
-"""The share of a loss that is gone when something was learned, and when nothing was."""
+"""Relative decrease of the loss from which on the model learns, and below which it learns nothing."""
 DIVERGES, STANDS_STILL = -1.0, 0.001
 
 
@@ -34,18 +34,18 @@ class Trial:
     losses: list[float]
     before: float
     after: float
-    """The loss of all the batches together, before and after."""
+    """The mean loss over the batches, before and after."""
     weight_change: float
-    """Of the weights, relative to their size."""
+    """Relative to the size of the weights."""
 
     @property
     def diverged(self) -> bool:
-        """A loss that starts near zero may grow many times over while all is well; weights that are thrown about are not."""
+        """A loss near zero may grow many-fold in a healthy training, so the weights must have changed a lot too."""
         return not math.isfinite(self.after) or (self.gain < DIVERGES and self.weight_change > 1.0)
 
     @property
     def gain(self) -> float:
-        """The share of the loss that is gone; negative if it grew. NaN counts as lost."""
+        """The relative decrease of the loss; negative if it grew, -inf if it is not finite."""
         if not math.isfinite(self.after):
             return -math.inf
         return (self.before - self.after) / max(abs(self.before), 1e-12)
@@ -60,9 +60,9 @@ def _train(
     limits: Limits | None = None,
     enough: float = math.inf,
 ) -> Trial:
-    """Each batch with the same random numbers every time, so that what changes is the weights alone.
+    """Train with the same random numbers in every step, so that the loss depends on the weights alone.
 
-    Ends early when a loss is not finite, or the share `enough` of it is gone.
+    Ends early when a loss is not finite, or has decreased by the share `enough`.
     """
     start = RandomState.capture()
     losses: list[float] = []
@@ -76,10 +76,14 @@ def _train(
             break
         torch.autograd.backward(loss)
         set_lr(step)
-        grads = gradients.collect(subject.trainer._parameters)
+        grads = gradients.collect(subject.trainer.stepper.parameters)
         if limits is not None and limits.bounded and grads:
             gradients.clip(
-                subject.trainer._groups, subject.trainer._parameters, limits, gradients.global_norm(grads), None
+                subject.trainer.stepper.groups,
+                subject.trainer.stepper.parameters,
+                limits,
+                gradients.global_norm(grads),
+                None,
             )
         optimizer.step()
     return Trial(losses, before, _evaluate(subject, batches, start), subject.untouched.weight_change())
@@ -95,17 +99,17 @@ def _evaluate(subject: Subject, batches: Sequence[Read], start: RandomState) -> 
 
 
 def _num_steps(subject: Subject, share: float, at_most: int, at_least: int) -> int:
-    """That fit into a share of the time."""
+    """The number of steps that fit into a share of the budget."""
     each = max(subject.seconds_per_step * 1.3, 1e-4)
     if subject.budget.left < at_least * each:
         raise Unavailable(
-            f"a step takes {amount(each)} s and there is no time for {at_least} of them; --budget gives more"
+            f"a step takes {amount(each)} s, and {at_least} of them do not fit into the budget; raise --budget"
         )
     return max(min(int(share * subject.budget.seconds / each), at_most), at_least)
 
 
 def overfit_batch(subject: Subject) -> Outcome:
-    """Can the weights follow the gradient at all? With an optimizer of its own, so that the learning rate does not matter."""
+    """Whether the model can learn one batch. Uses an optimizer of its own, so that the learning rate does not matter."""
     batch = subject.healthy[:1]
     num_steps = _num_steps(subject, 0.1, 120, 10)
     parameters = [p for group in subject.trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -122,22 +126,24 @@ def overfit_batch(subject: Subject) -> Outcome:
         "num_steps": len(best.losses),
         "learning_rates": list(trials),
     }
-    told = f"the loss of one batch goes from {amount(best.before)} to {amount(best.after)} in {len(best.losses)} steps"
+    course = (
+        f"the loss of one batch goes from {amount(best.before)} to {amount(best.after)} in {len(best.losses)} steps"
+    )
     if best.gain < LEARNS_NOTHING:
         return failed(
-            f"{told}: the model cannot even learn one batch by heart",
+            f"{course}: the model cannot even overfit one batch",
             f"{_unscaled(subject)}check that targets belong to their inputs and have the shape of the outputs, that the loss uses the model's output, "
             "that the output depends on the input, and that the parameters that matter are trained",
             **numbers,
         )
     if best.gain < LEARNS and num_steps >= 30:
         return warned(
-            f"{told}, which is little",
+            f"{course}, which is little",
             "check that the output depends on the input, that inputs and targets belong together, and that the model has enough "
-            "freedom to tell samples apart",
+            "capacity to tell samples apart",
             **numbers,
         )
-    return passed(told, **numbers)
+    return passed(course, **numbers)
 
 
 def _unscaled(subject: Subject) -> str:
@@ -175,7 +181,7 @@ def learning_rate(subject: Subject) -> Outcome:
 def _range_test(
     subject: Subject, batches: Sequence[Read], first: Sequence[float], peak: Sequence[float]
 ) -> dict[float, Trial]:
-    """By factor: the learning rate itself, and others if it does not work."""
+    """Trials by factor: the learning rate itself, and others if it does not work."""
     num_steps = _num_steps(subject, 0.06, 20, 5)
     deadline = subject.budget.deadline(0.25)
     trials = {1.0: _at(subject, batches, num_steps, first, peak, 1.0)}
@@ -201,7 +207,7 @@ def _at(
     trainer = subject.trainer
 
     def set_lr(step: int) -> None:
-        # A schedule that warms up does so here too, in the first half.
+        # A schedule with a warm-up is compressed into the first half of the trial.
         share = min(1.0, (step + 1) / max(num_steps / 2, 1))
         for group, low, high in zip(trainer.optimizer.param_groups, first, peak, strict=True):
             lr = factor * (low + (high - low) * share)
@@ -212,14 +218,14 @@ def _at(
 
     limits = tightest(guard.limits() for guard in trainer.guards)
     with subject.clean(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a step without its schedule
+        warnings.simplefilter("ignore")  # optimizer.step() without scheduler.step()
         return _train(subject, trainer.optimizer, batches, num_steps, set_lr, limits)
 
 
 def _judge_range(subject: Subject, trials: dict[float, Trial], lr: float) -> Outcome:
     own = trials[1.0]
     most = max(trial.gain for trial in trials.values())
-    # What is fastest in a few steps may be too fast for many: the smallest of those that do nearly as well.
+    # The fastest in a few steps may be too high for many steps: take the smallest that does nearly as well.
     best = min((f for f, trial in trials.items() if trial.gain >= 0.8 * most), default=1.0) if most > 0 else 1.0
     numbers = {
         "lr": lr,
@@ -232,37 +238,39 @@ def _judge_range(subject: Subject, trials: dict[float, Trial], lr: float) -> Out
         if "max_lr" not in (subject.trainer.config.scheduler or {})
         else "optimizer.lr (and scheduler.max_lr)"
     )
-    told = f"at {amount(lr)} the loss goes from {amount(own.before)} to {amount(own.after)} in {len(own.losses)} steps"
+    course = (
+        f"at {amount(lr)} the loss goes from {amount(own.before)} to {amount(own.after)} in {len(own.losses)} steps"
+    )
     if own.diverged and best < 1.0 and trials[best].gain > 0:
         return failed(
-            f"{told}: it diverges, at {amount(lr * best)} it goes to {amount(trials[best].after)}",
+            f"{course}: it diverges, at {amount(lr * best)} it goes to {amount(trials[best].after)}",
             f"lower the learning rate: {key}={amount(lr * best)}",
             **numbers,
         )
     if own.diverged:
         return failed(
-            f"{told}: it diverges, and so do those {len(trials) - 1} smaller ones that were tried",
+            f"{course}: it diverges, and so do the {len(trials) - 1} smaller ones that were tried",
             "standardise inputs and targets, average the loss, then lower the learning rate until it goes down",
             **numbers,
         )
     if abs(own.gain) < STANDS_STILL and best > 1.0 and trials[best].gain > LEARNS / 2:
         return warned(
-            f"{told}: hardly anything; at {amount(lr * best)} it goes to {amount(trials[best].after)}",
+            f"{course}: hardly anything; at {amount(lr * best)} it goes to {amount(trials[best].after)}",
             f"raise the learning rate: {key}={amount(lr * best)}",
             **numbers,
         )
-    return passed(told, **numbers)
+    return passed(course, **numbers)
 
 
 def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
     """The learning rates of the run, step by step; a failure if the schedule itself fails."""
     trainer, scheduler = subject.trainer, subject.trainer.scheduler
     num_steps = min(_run_length(subject) or 1000, 20_000)
-    rates = [trainer.scheduled_lrs()]
+    rates = [trainer.stepper.schedule.lrs]
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         return rates
     with subject.clean(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step of the optimizer comes before
+        warnings.simplefilter("ignore")  # scheduler.step() without optimizer.step()
         begin = time.perf_counter()
         for step in range(1, num_steps):
             try:
@@ -270,10 +278,10 @@ def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
             except Exception as error:
                 return failed(
                     f"the schedule {type(scheduler).__name__} fails after {step} of {num_steps} steps: {error}",
-                    f"make it for the {num_steps} steps of the run (loop.max_steps)",
+                    f"set it up for the {num_steps} steps of the run (loop.max_steps)",
                     step=step,
                 )
-            rates.append(trainer.scheduled_lrs())
+            rates.append(trainer.stepper.schedule.lrs)
             if time.perf_counter() - begin > 0.1 * subject.budget.seconds:
                 break
     return rates

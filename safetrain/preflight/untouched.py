@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..data.sources import Listed
+from ..data.sources import ListSource
 from ..tensors.rng import RandomState
 from ..tensors.saved import Captured
 from .belongings import Belongings
@@ -28,13 +28,13 @@ class Untouched:
         self._trainer = trainer
         self._random = RandomState.capture()
         modules = list(dict.fromkeys(m for root in _modules(trainer) for m in root.modules()))
-        parameters = {id(p): p for p in trainer._parameters}
+        parameters = {id(p): p for p in trainer.stepper.parameters}
         parameters |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         self._parameters = [(p, p.data, p.data.clone(), p.grad) for p in parameters.values()]
         buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._buffers = [(b, b.detach().clone()) for b in {id(b): b for b in buffers}.values()]
         self._optimizer = Captured([vars(trainer.optimizer)])
-        self._scaler = copy.deepcopy(trainer.engine.scaler_state())
+        self._scaler = copy.deepcopy(trainer.precision.state_dict())
         self._attributes = dict(vars(trainer))
         known: list[Tensor] = [*parameters.values(), *buffers]
         self._belongings = Belongings([*modules, *_others(trainer)], known)
@@ -52,7 +52,7 @@ class Untouched:
             buffer.copy_(value)
         self._optimizer.restore()
         if self._scaler:
-            self._trainer.engine.load_scaler_state(copy.deepcopy(self._scaler))
+            self._trainer.precision.load_state_dict(copy.deepcopy(self._scaler))
         vars(self._trainer).clear()
         vars(self._trainer).update(self._attributes)
         self._random.restore()
@@ -78,12 +78,12 @@ def _is_real(parameter: nn.Parameter) -> bool:
 
 
 def _modules(trainer: SafeTrainer) -> list[nn.Module]:
-    return [trainer.model, *trainer._modules_beside()]
+    return [trainer.model, *trainer.auxiliary_modules()]
 
 
 def _others(trainer: SafeTrainer) -> list[Any]:
     """The loss, the schedule, the optimizer, the data, and what a subclass holds itself."""
     # A list of batches is read only, and copied before it is used; it may be all of the data.
-    sources = [] if isinstance(trainer.stream._source, Listed) else [trainer.stream._source]
+    sources = [] if isinstance(trainer.stream.source, ListSource) else [trainer.stream.source]
     own = [value for value in vars(trainer).values() if not type(value).__module__.startswith("safetrain.")]
-    return [trainer._loss_fn, trainer.scheduler, vars(trainer.optimizer), *sources, *own]
+    return [trainer.loss_fn, trainer.scheduler, vars(trainer.optimizer), *sources, *own]

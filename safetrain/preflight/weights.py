@@ -16,9 +16,9 @@ from .subject import Subject
 
 MAX_REBUILT_BYTES = 2**30
 HUGE = 1e6
-"""No initialisation gives a weight of this size; memory that nobody wrote to does."""
+"""No initialisation gives a weight this large, but uninitialised memory does."""
 EXTREME, LARGE, SMALL = 100.0, 20.0, 1e-3
-"""Root mean square of a weight matrix times the square root of its fan-in. What torch gives by itself is around 0.6."""
+"""Limits of RMS(weight) * sqrt(fan_in). torch's default initialisation gives around 0.6."""
 
 
 def finite(subject: Subject) -> Outcome:
@@ -41,7 +41,7 @@ def finite(subject: Subject) -> Outcome:
         elif float(values.abs().max()) > HUGE:
             problems.append(
                 failed(
-                    f"{name} holds {amount(float(values.abs().max()))}: memory that was never written to, or an initialisation gone wrong",
+                    f"{name} holds {amount(float(values.abs().max()))}: uninitialised memory, or an initialisation gone wrong",
                     f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
                     parameter=name,
                 )
@@ -49,7 +49,7 @@ def finite(subject: Subject) -> Outcome:
     rebuilt = _uninitialised(subject)
     problems += [
         failed(
-            f"{name} is never initialised: it holds whatever was in its memory",
+            f"{name} is never initialised: it holds arbitrary memory",
             f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
             parameter=name,
         )
@@ -61,9 +61,9 @@ def finite(subject: Subject) -> Outcome:
 
 
 def _uninitialised(subject: Subject) -> list[str] | None:
-    """Build the model once more while torch fills new memory with NaN: what is still NaN was never written to.
+    """Build the model again while torch fills new memory with NaN: parameters that are NaN were never initialised.
 
-    None where that is not possible: the model was handed over, or is too large to have twice.
+    None if that is not possible: the model was passed in, or is too large to have twice.
     """
     trainer = subject.trainer
     is_built_here = trainer.config.model is not None or type(trainer).build_model is not _default_build_model()
@@ -85,7 +85,7 @@ def _uninitialised(subject: Subject) -> list[str] | None:
     own = dict(subject.model.named_parameters())
     found = dict(again.named_parameters())
     if [p.shape for p in own.values()] != [p.shape for p in found.values()]:
-        return None  # the model of this trainer is another one
+        return None  # the trainer has another model than build_model returns
     return [
         name
         for name, parameter in found.items()
@@ -94,9 +94,9 @@ def _uninitialised(subject: Subject) -> list[str] | None:
 
 
 def _default_build_model() -> object:
-    from ..trainer.parts import TrainerParts
+    from ..trainer.trainer import SafeTrainer
 
-    return TrainerParts.build_model
+    return SafeTrainer.build_model
 
 
 def scale(subject: Subject) -> Outcome:
@@ -118,28 +118,28 @@ def scale(subject: Subject) -> Outcome:
         )
     if not sizes:
         return passed("no weight matrix")
-    spread = f"{amount(min(sizes.values()))} to {amount(max(sizes.values()))}"
-    return worst(problems, passed(f"size times sqrt(fan-in) from {spread}, usual is 0.5 to 2", sizes=sizes))
+    limits = f"{amount(min(sizes.values()))} to {amount(max(sizes.values()))}"
+    return worst(problems, passed(f"RMS times sqrt(fan-in) from {limits}, usual is 0.5 to 2", sizes=sizes))
 
 
 def _judge(subject: Subject, name: str, size: float) -> Iterator[Outcome]:
     if size > LARGE:
         yield (failed if size > EXTREME else warned)(
-            f"{name} is {amount(size)} times as large as inputs of size 1 can bear",
+            f"{name} is too large: its outputs are about {amount(size)} times as large as its inputs",
             f"scale the initialisation of {name} down {amount(size)}-fold: a deviation of about 1/sqrt(fan_in)",
             parameter=name,
             size=size,
         )
     elif 0 < size < SMALL:
         yield warned(
-            f"{name} is near zero ({amount(size)} of what keeps a signal alive)",
-            f"initialise {name} with a deviation of about 1/sqrt(fan_in), or with exact zeros if it is to start switched off",
+            f"{name} is near zero: its outputs are about {amount(size)} times as large as its inputs",
+            f"initialise {name} with a deviation of about 1/sqrt(fan_in), or with exact zeros if the branch is to start at zero",
             parameter=name,
             size=size,
         )
     elif size == 0:
         gradient = subject.observed.gradients.get(name)
-        # Zeros that get a gradient are a way to start a branch switched off; others stay zero for ever.
+        # Zeros that get a gradient are a common initialisation of a branch; without a gradient they stay zero.
         if gradient is not None and not bool(gradient.any()):
             yield failed(
                 f"{name} is all zeros and gets no gradient, so it stays zero",
@@ -150,7 +150,7 @@ def _judge(subject: Subject, name: str, size: float) -> Iterator[Outcome]:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    """Weights that sum over many inputs, with how many; embeddings only look up."""
+    """Weight matrices with their fan-in, except embeddings, which only look up."""
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.dim() < 2 or not weight.is_floating_point() or not weight.numel() or not weight.requires_grad:

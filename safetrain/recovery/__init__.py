@@ -1,7 +1,12 @@
-"""What is done about a refused step: a ladder of rungs, least invasive first. Policy here, mechanism in the trainer."""
+"""What is done about a refused step: a ladder of rungs, least invasive first."""
 
-from .case import Bench, Case, LastGood, Settlement
 from .ladder import Ladder
+from .last_good import LastGood
+from .refused_step import RefusedStep, Resolution
+from .repairs import Repairs
 from .rungs import RUNGS, Rung
 
-__all__ = ["RUNGS", "Bench", "Case", "Ladder", "LastGood", "Rung", "Settlement"]
+# Earlier names, kept for rungs of users.
+Bench, Case, Settlement = Repairs, RefusedStep, Resolution
+
+__all__ = ["RUNGS", "Bench", "Case", "Ladder", "LastGood", "RefusedStep", "Repairs", "Resolution", "Rung", "Settlement"]

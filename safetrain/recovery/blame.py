@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.incident import Cause
-from ..distributed.agreement import Share, Told
-from ..distributed.link import in_words
+from ..distributed.agreement import LocalBlame, RankReports
+from ..distributed.comm import name_ranks
 from ..forensics import Diagnosis
-from ..step.joint import JointSteps
+from ..step.joint import JointExchange
+from ..step.step import Step
 from ..tensors.nest import num_samples
-from .case import Case
+from .refused_step import RefusedStep
 
 
 @dataclass
@@ -31,25 +32,28 @@ class Finding:
         return self.diagnosis is not None and not self.diagnosis.healthy
 
 
-def attribute(case: Case, joint: JointSteps, own: Diagnosis | None) -> Diagnosis | None:
+def attribute(case: RefusedStep, step: Step, own: Diagnosis | None) -> Diagnosis | None:
     """The finding of the guilty rank, on every rank; notes whose it is, and what it means for this rank's window."""
-    told, rank = joint.told, joint.link.rank
+    joint = step.exchange
+    if not isinstance(joint, JointExchange):
+        return own
+    reports, rank = joint.reports, joint.rank
     findings: list[Finding] = joint.link.gather(
         _finding(case, joint, own), "waiting for the other ranks' investigation"
     )
     if any(finding.diagnosis is not None for finding in findings):
-        joint.renew()
-    guilty = [r for r in told.suspects if findings[r].is_guilty]
-    chosen = guilty[0] if guilty else told.suspects[0]
+        joint.renew(step)
+    guilty = [r for r in reports.suspects if findings[r].is_guilty]
+    chosen = guilty[0] if guilty else reports.suspects[0]
     incident = case.incident
     incident.rank = chosen
-    incident.ranks = _told_of(told, findings, guilty)
+    incident.ranks = _rank_records(reports, findings, guilty)
     mine = findings[rank]
     samples = {index: set(rows) for index, rows in mine.rows.items()}
     for index, rows in mine.droppable.items():
         samples.setdefault(index, set()).update(rows)
     dropping = [finding for finding in findings if finding.is_guilty]
-    case.share = Share(
+    case.local_blame = LocalBlame(
         {index: sorted(rows) for index, rows in samples.items()},
         mine.droppable,
         bool(dropping) and all(finding.can_drop for finding in dropping),
@@ -58,20 +62,22 @@ def attribute(case: Case, joint: JointSteps, own: Diagnosis | None) -> Diagnosis
     if diagnosis is None:
         return None
     if guilty:
-        others = f" ({in_words(guilty[1:])} too, on {'their' if len(guilty) > 2 else 'its'} own)" if guilty[1:] else ""
+        others = (
+            f" ({name_ranks(guilty[1:])} too, on {'their' if len(guilty) > 2 else 'its'} own)" if guilty[1:] else ""
+        )
         innocent = [r for r in range(len(findings)) if r not in guilty]
-        arrived = f"; to {in_words(innocent)} the value came from there" if innocent else ""
+        arrived = f"; to {name_ranks(innocent)} the value came from there" if innocent else ""
         diagnosis.cause.explanation += f"; on rank {chosen}{others}{arrived}"
     else:
-        diagnosis.cause = Cause("unknown", _nobody(told, diagnosis))
+        diagnosis.cause = Cause("unknown", _nobody(reports, diagnosis))
     return diagnosis
 
 
-def _finding(case: Case, joint: JointSteps, own: Diagnosis | None) -> Finding:
+def _finding(case: RefusedStep, joint: JointExchange, own: Diagnosis | None) -> Finding:
     rows: dict[int, list[int]] = {}
     decision = joint.own_decision
     for verdict in decision.verdicts.values() if decision is not None else ():
-        for index, found in verdict.evidence.get("rows", {}).items():
+        for index, found in verdict.bad_samples.items():
             rows.setdefault(index, []).extend(found)
     if own is None:
         return Finding(None, {}, rows, False)
@@ -82,9 +88,9 @@ def _finding(case: Case, joint: JointSteps, own: Diagnosis | None) -> Finding:
     return Finding(dataclasses.replace(own, error=None), droppable if can_drop else {}, rows, can_drop)
 
 
-def _told_of(told: Told, findings: Sequence[Finding], guilty: Sequence[int]) -> list[dict[str, Any]]:
+def _rank_records(reports: RankReports, findings: Sequence[Finding], guilty: Sequence[int]) -> list[dict[str, Any]]:
     """For the record: each rank's loss, and what it says of its own part."""
-    losses = told.losses or [math.nan] * len(findings)
+    losses = reports.losses or [math.nan] * len(findings)
     about = []
     for rank, finding in enumerate(findings):
         diagnosis = finding.diagnosis
@@ -99,7 +105,7 @@ def _told_of(told: Told, findings: Sequence[Finding], guilty: Sequence[int]) -> 
     return about
 
 
-def _nobody(told: Told, diagnosis: Diagnosis) -> str:
-    bad = [rank for rank, loss in enumerate(told.losses) if not math.isfinite(loss)]
-    where = f" (it was on {in_words(bad)})" if bad else ""
+def _nobody(reports: RankReports, diagnosis: Diagnosis) -> str:
+    bad = [rank for rank, loss in enumerate(reports.losses) if not math.isfinite(loss)]
+    where = f" (it was on {name_ranks(bad)})" if bad else ""
     return f"no rank's part of the step is non-finite when it is run again{where}: the fault did not reproduce"

@@ -1,4 +1,4 @@
-"""Climbs the ladder: the first rung that fits, is within its budget and helps settles the case. It ends in a stop."""
+"""Climbs the ladder: the first rung that fits, is within its budget and helps resolves the step. It ends in a stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..config.targets import import_target
 from ..core.spelling import suggest
 from ..core.verdict import Action
 from ..errors import ConfigError
-from .case import Bench, Case, Settlement
+from .refused_step import RefusedStep, Resolution
+from .repairs import Repairs
 from .rungs import RUNGS, Rung
 
 
@@ -20,15 +21,15 @@ class Ladder:
         self.config = config
         self.rungs = [make_rung(name) for name in config.ladder] if rungs is None else list(rungs)
         self.spent: dict[str, list[int]] = {}
-        """The steps at which each rung was climbed, by its purse; never rewound by a rollback."""
+        """The steps at which each rung was climbed, by the name of its budget; never rewound by a rollback."""
         self.refused: list[int] = []
         """The steps that were refused."""
 
-    def settle(self, case: Case, bench: Bench) -> Settlement:
+    def resolve(self, case: RefusedStep, repairs: Repairs) -> Resolution:
         """What was done about a refused step. Every rung that was passed over for a reason says so."""
         notes: list[str] = []
         if case.decision.action is Action.STOP:
-            return Settlement(Action.STOP)
+            return Resolution(Action.STOP)
         for rung in self.rungs:
             if not self._allowed(rung) or not rung.fits(case):
                 continue
@@ -36,16 +37,16 @@ class Ladder:
             if self._num_spent(rung, case.view.step) >= budget:
                 notes.append(f"{rung.name}: its budget of {budget} is spent")
                 continue
-            outcome = rung.climb(case, bench)
-            if isinstance(outcome, Settlement) or rung.failures_count:
-                self.spent.setdefault(rung.purse, []).append(case.view.step)
-            if isinstance(outcome, Settlement):
+            outcome = rung.climb(case, repairs)
+            if isinstance(outcome, Resolution) or rung.failures_count:
+                self.spent.setdefault(rung.budget_name, []).append(case.view.step)
+            if isinstance(outcome, Resolution):
                 reasons = [*notes, *(f"{rung.name}: {reason}" for reason in outcome.reasons)]
                 return self._bounded(replace(outcome, reasons=reasons), case.view.step)
             notes.append(f"{rung.name}: {outcome}")
-        return Settlement(Action.STOP, [*notes, "recovery: nothing is left to try"])
+        return Resolution(Action.STOP, [*notes, "recovery: nothing is left to try"])
 
-    def _bounded(self, outcome: Settlement, step: int) -> Settlement:
+    def _bounded(self, outcome: Resolution, step: int) -> Resolution:
         """Refusals are bounded, and nothing bad is accepted when the budget is spent."""
         if outcome.action is Action.COMMIT:
             return outcome
@@ -56,16 +57,16 @@ class Ladder:
         span = self.config.budget_steps
         where = "this run" if span is None or step < span else f"the last {span} steps (recovery.budget_steps)"
         reason = f"recovery: {len(self.refused)} refused steps in {where}, recovery.max_refusals is {limit}"
-        return Settlement(Action.STOP, [*outcome.reasons, reason])
+        return Resolution(Action.STOP, [*outcome.reasons, reason])
 
     def may_climb(self, name: str, step: int) -> bool:
         """Whether a rung is on this ladder and within its budget."""
         return any(r.name == name and self._num_spent(r, step) < r.budget(self.config) for r in self.rungs)
 
     def _num_spent(self, rung: Rung, step: int) -> int:
-        steps = self.spent.get(rung.purse, [])
+        steps = self.spent.get(rung.budget_name, [])
         if steps and not rung.lasts:
-            steps = self.spent[rung.purse] = self._recent(steps, step)
+            steps = self.spent[rung.budget_name] = self._recent(steps, step)
         return len(steps)
 
     def _recent(self, steps: list[int], step: int) -> list[int]:
@@ -77,10 +78,10 @@ class Ladder:
         return not (rung.changes_the_computation and is_ours) or rung.name in self.config.heal
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": {purse: list(steps) for purse, steps in self.spent.items()}, "refused": list(self.refused)}
+        return {"spent": {name: list(steps) for name, steps in self.spent.items()}, "refused": list(self.refused)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.spent = {purse: list(steps) for purse, steps in state["spent"].items()}
+        self.spent = {name: list(steps) for name, steps in state["spent"].items()}
         self.refused = list(state["refused"])
 
 

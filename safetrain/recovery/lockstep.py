@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,32 +18,22 @@ from ..forensics import Diagnosis
 from ..forensics.finding import DATA, LOSS
 from ..forensics.values import bad_positions, kind_of, statistics
 from ..guards.batch_checks import named_leaves
+from ..step.joint import JointExchange
+from ..step.step import Step
+from .refused_step import RefusedStep
 
-if TYPE_CHECKING:
-    from ..trainer.trainer import SafeTrainer
-    from .case import Case
 
-
-def locate(trainer: SafeTrainer, case: Case) -> Diagnosis | None:
+def locate(step: Step, case: RefusedStep) -> Diagnosis | None:
     """What this rank's part of the step has to do with it. Every rank must ask; None if the step raised."""
     if case.view.error is not None:
         return None
-    window = case.window
-    watch = _Watch(trainer.model)
-    trainer.transaction.rewind()
-    losses: list[Tensor] = []
-    with watch:
-        for index, batch in enumerate(window):
-            watch.micro_batch = index
-            with trainer.engine.gradient_sync(trainer._called_model, sync=index == len(window) - 1), trainer.patches:
-                loss, _ = trainer._forward(batch)
-                losses.append(loss.detach())
-                watch.in_backward = True
-                trainer.engine.backward(loss / len(window))
-                watch.in_backward = False
-    trainer._clear_gradients()
-    trainer.transaction.restore()
-    found = _in_data(window) or _in_state(case) or watch.found or _in_loss(losses)
+    assert isinstance(step.exchange, JointExchange)
+    watch = _Watch(step.model)
+    step.transaction.rewind()
+    with watch, step.exchange.reports_kept():
+        step.attempt(case.window, watch)
+    step.undo(case.view.loss_scale)
+    found = _in_data(case.window) or _in_state(case) or watch.found or _in_loss(watch.losses)
     if found is None:
         return Diagnosis(healthy=True)
     found.replay = Replay(True, None)
@@ -56,11 +46,20 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self.found: Diagnosis | None = None
-        self.micro_batch = 0
-        self.in_backward = False
+        self.losses: list[Tensor] = []
+        """Of each micro-batch, on this rank."""
+        self._micro_batch = 0
+        self._in_backward = False
         self._last_finite = LOSS
         """Where the gradient came from, on its way back."""
         self._hooks = ExitStack()
+
+    def forward(self, micro_batch: int) -> None:
+        self._micro_batch, self._in_backward = micro_batch, False
+
+    def backward(self, loss: Tensor) -> None:
+        self.losses.append(loss)
+        self._in_backward = True
 
     def __enter__(self) -> _Watch:
         for name, module in self._modules.items():
@@ -97,14 +96,14 @@ class _Watch:
         explanation = f"the first non-finite value comes out of {name or 'the model'} ({kind}), whose inputs are finite"
         return Diagnosis(
             signal="loss",
-            micro_batch=self.micro_batch,
+            micro_batch=self._micro_batch,
             origin=origin,
             cause=Cause("unknown", explanation),
             samples=samples,
         )
 
     def _came_back(self, name: str, gradient: Tensor) -> None:
-        if self.found is not None or not self.in_backward:
+        if self.found is not None or not self._in_backward:
             return
         if not kind_of(gradient):
             self._last_finite = name
@@ -114,7 +113,7 @@ class _Watch:
         explanation = f"the first non-finite gradient comes out of the backward pass of {module or 'the model'}"
         self.found = Diagnosis(
             signal="gradients",
-            micro_batch=self.micro_batch,
+            micro_batch=self._micro_batch,
             origin=Origin(phase="backward", module=module, module_type=kind),
             cause=Cause("unknown", explanation),
             samples=_bad_rows(gradient),
@@ -141,9 +140,9 @@ def _in_data(window: Sequence[Any]) -> Diagnosis | None:
     return None
 
 
-def _in_state(case: Case) -> Diagnosis | None:
+def _in_state(case: RefusedStep) -> Diagnosis | None:
     for verdict in case.decision.verdicts.values():
-        for name, problem in verdict.evidence.get("bad_state", {}).items():
+        for name, problem in verdict.bad_state.items():
             explanation = f"{name} is bad before the step begins: {problem}"
             origin = Origin(phase="params", module=name.rpartition(".")[0])
             return Diagnosis(signal="state", origin=origin, cause=Cause("corrupt_parameter", explanation))

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from ..config.schema import RecoveryConfig
 from ..core.verdict import Action
-from .case import Bench, Case, Settlement
+from .refused_step import RefusedStep, Resolution
+from .repairs import Repairs
 
 RUNGS: dict[str, type[Rung]] = {}
 
@@ -19,8 +20,8 @@ class Rung:
     """
 
     name: ClassVar[str]
-    purse: ClassVar[str]
-    """What its budget is spent from: its name, unless several rungs share one."""
+    budget_name: ClassVar[str]
+    """The budget that it is spent from: its own name, unless several rungs share one."""
     changes_the_computation: ClassVar[bool] = False
     """One of ours is then only used when `recovery.heal` lists it."""
     lasts: ClassVar[bool] = False
@@ -30,8 +31,8 @@ class Rung:
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-        if "purse" not in vars(cls):
-            cls.purse = cls.name
+        if "budget_name" not in vars(cls):
+            cls.budget_name = cls.name
         if cls.__module__ == __name__:  # one of the user's hides none of ours
             RUNGS[cls.name] = cls
 
@@ -39,25 +40,25 @@ class Rung:
         """How often this rung may be climbed within `recovery.budget_steps`, or in the whole run if it `lasts`."""
         return config.max_retries
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         """Whether the evidence supports it."""
         raise NotImplementedError(f"{type(self).__name__} must define fits(case)")
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         """Try it; a string says why it did not help."""
-        raise NotImplementedError(f"{type(self).__name__} must define climb(case, bench)")
+        raise NotImplementedError(f"{type(self).__name__} must define climb(case, repairs)")
 
 
 class Retry(Rung):
     """A fault that does not reproduce: run the very same step once more."""
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         # Without a replay there is no knowing, and trying is how to find out.
         return case.is_non_finite and not case.is_late and case.incident.replay.reproduced is not True
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        if bench.try_again(case, case.window):
-            return Settlement(Action.COMMIT, ["the fault did not reproduce: the same step was run again and committed"])
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        if repairs.try_again(case, case.window):
+            return Resolution(Action.COMMIT, ["the fault did not reproduce: the same step was run again and committed"])
         return "the same step fails again"
 
 
@@ -69,15 +70,15 @@ class Samples(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_healed
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.is_non_finite and not case.is_late and case.may_drop_samples
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        if not bench.try_again(case, case.without_guilty_samples()):
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        if not repairs.try_again(case, case.without_guilty_samples()):
             return "the rest of the batch fails too"
         named = ", ".join(map(str, case.incident.samples[:8])) + (" …" if len(case.incident.samples) > 8 else "")
-        whose = "the batch" if case.share is None else f"the batch of rank {case.incident.rank}"
-        return Settlement(Action.COMMIT, [f"sample {named} of {whose} left out, the rest committed"])
+        whose = "the batch" if case.local_blame is None else f"the batch of rank {case.incident.rank}"
+        return Resolution(Action.COMMIT, [f"sample {named} of {whose} left out, the rest committed"])
 
 
 class MicroBatch(Rung):
@@ -86,16 +87,16 @@ class MicroBatch(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_healed
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.is_non_finite and not case.is_late and case.decision.salvage and len(case.window) > 1
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        bad = bench.bad_micro_batches(case)
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        bad = repairs.bad_micro_batches(case)
         kept = [batch for index, batch in enumerate(case.window) if index not in bad]
-        if not bad or not kept or not bench.try_again(case, kept):
+        if not bad or not kept or not repairs.try_again(case, kept):
             return "no finite micro-batches are left"
         named = ", ".join(map(str, bad))
-        return Settlement(Action.COMMIT, [f"micro-batch {named} of {len(case.window)} left out (counted from 0)"])
+        return Resolution(Action.COMMIT, [f"micro-batch {named} of {len(case.window)} left out (counted from 0)"])
 
 
 class Island(Rung):
@@ -107,16 +108,16 @@ class Island(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_islands
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.is_non_finite and not case.is_late and case.island is not None
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         assert case.island is not None
-        bench.grow_island(case.island)
-        if not bench.try_again(case, case.window):
-            bench.shrink_island(case.island)
+        repairs.grow_island(case.island)
+        if not repairs.try_again(case, case.window):
+            repairs.shrink_island(case.island)
             return "it did not keep the step finite"
-        return Settlement(Action.COMMIT, [f"{case.island or 'the model'} is kept in float32 from now on"])
+        return Resolution(Action.COMMIT, [f"{case.island or 'the model'} is kept in float32 from now on"])
 
 
 class Patch(Rung):
@@ -128,17 +129,17 @@ class Patch(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_patches
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.is_non_finite and not case.is_late and case.patch is not None
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        patched = bench.patch(case)
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        patched = repairs.patch(case)
         if patched is None:
             return "its safe variant runs at that line already"
-        if not bench.try_again(case, case.window):
-            bench.unpatch(case)
+        if not repairs.try_again(case, case.window):
+            repairs.unpatch(case)
             return "it did not keep the step finite"
-        return Settlement(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
+        return Resolution(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
 
 
 class Skip(Rung):
@@ -147,18 +148,18 @@ class Skip(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_refusals + 1  # the bound on all refusals comes first, and says so
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.decision.action is Action.SKIP or case.needs_probe
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         is_dynamics = case.is_non_finite and not case.is_fault_of_data
-        if case.decision.action is Action.SKIP and (case.is_fault_of_data or not bench.has_good_batch()):
-            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
-        if (problem := bench.state_problem()) is not None:
+        if case.decision.action is Action.SKIP and (case.is_fault_of_data or not repairs.has_good_batch()):
+            return Resolution(Action.SKIP, is_dynamics=is_dynamics)
+        if (problem := repairs.state_problem()) is not None:
             return problem
         if case.decision.action is Action.SKIP:
-            return Settlement(Action.SKIP, is_dynamics=is_dynamics)
-        return Settlement(
+            return Resolution(Action.SKIP, is_dynamics=is_dynamics)
+        return Resolution(
             Action.SKIP, ["the last good batch is as good as it was: the data is at fault, not the state"]
         )
 
@@ -172,21 +173,21 @@ class Rollback(Rung):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_rollbacks
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return not case.wants_restart
 
-    def climb(self, case: Case, bench: Bench) -> Settlement | str:
-        where = bench.roll_back(case, self.to)
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        where = repairs.roll_back(case, self.to)
         if where is None:
             return "there is nothing to go back to"
-        return Settlement(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=True)
+        return Resolution(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=True)
 
 
 class Disk(Rollback):
     """Go back to the newest checkpoint on disk that verifies."""
 
     to = "disk"
-    purse = "rollback"
+    budget_name = "rollback"
 
 
 class Restart(Rollback):
@@ -198,5 +199,5 @@ class Restart(Rollback):
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_restarts
 
-    def fits(self, case: Case) -> bool:
+    def fits(self, case: RefusedStep) -> bool:
         return case.wants_restart

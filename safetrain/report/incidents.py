@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 
 MAX_WHOLE = 60
-"""Incidents that are shown with all they say: the first ones, the first at every further place, and the last."""
+"""Incidents that are shown in full: the first ones, the first one at every further place, and the last."""
 MAX_PLACES = 120
 MAX_ROWS = 1000
 """Incidents that get a row in the table."""
@@ -21,13 +21,13 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Row:
-    """What is kept of an incident when there are too many to keep them whole."""
+    """A row of the table of incidents; kept also of incidents that are not shown in full."""
 
     number: int
     """From 1, in the order of steps."""
     step: int
     label: str
-    """Its cause; the guard that refused the step when no cause was looked for or found."""
+    """The cause, or the guard that refused the step if there is no known cause."""
     action: str
     place: str
     operation: str
@@ -39,7 +39,7 @@ class IncidentList:
     def __init__(self) -> None:
         self.count = 0
         self.rows: list[Row] = []
-        """In the order of steps, at most `MAX_ROWS`."""
+        """Sorted by step, at most `MAX_ROWS`."""
         self.whole: dict[int, Incident] = {}
         """By their position in `rows`."""
         self.last: Incident | None = None
@@ -52,7 +52,7 @@ class IncidentList:
         return self.count > 0
 
     def add(self, found: dict[str, Any]) -> None:
-        """From what `Incident.to_dict` gave. Raises ValueError, TypeError or KeyError when it is something else."""
+        """Adds an incident from its JSON fields. Raises ValueError, TypeError or KeyError if they are malformed."""
         incident = incident_from(found)
         row = _row(incident, self.count + 1)
         self.count += 1
@@ -72,7 +72,7 @@ class IncidentList:
             self.whole[len(self.rows) - 1] = incident
 
     def add_bundles(self, run_dir: Path, problems: list[str]) -> None:
-        """Incidents that are on disk and not in the journal: it was lost or cut short."""
+        """Adds incidents that are on disk but not in the journal, which may be missing or truncated."""
         directories = sorted(path.parent for path in (run_dir / "incidents").glob("step-*/incident.json"))
         missing = []
         for directory in directories[: 2 * MAX_ROWS]:
@@ -86,15 +86,15 @@ class IncidentList:
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
             problems.append(
-                f"the incident of step {shown} is on disk but not in the journal: the process ended before it was noted, or the "
-                "run was resumed from before it"
+                f"the incident of step {shown} is on disk but not in the journal: the process ended before it was logged, or the "
+                "run was resumed from an earlier step"
             )
             order = sorted(range(len(self.rows)), key=lambda index: self.rows[index].step)
             self.whole = {new: self.whole[old] for new, old in enumerate(order) if old in self.whole}
             self.rows = [replace(self.rows[old], number=new + 1) for new, old in enumerate(order)]
 
     def finish(self) -> None:
-        """The last one is what a stopped run ended with, so it is always shown whole."""
+        """Makes sure that the last incident, which a stopped run ended with, is shown in full."""
         if self.last is None:
             return
         if self.rows[-1].step != self.last.step:
@@ -128,7 +128,7 @@ def place_of(origin: Origin) -> str:
 
 
 def incident_from(found: dict[str, Any]) -> Incident:
-    """Like that of `bundle`, but without torch, and lenient towards fields of another version."""
+    """An incident from its JSON fields; ignores unknown fields and fills in missing ones, so that other versions can be read."""
     incident = Incident(
         step_number(found["step"]),
         str(found.get("time", "")),
@@ -159,7 +159,7 @@ def incident_from(found: dict[str, Any]) -> Incident:
 
 
 def _part(part: Part, found: dict[str, Any] | None) -> Part:
-    """With the fields that are there and known."""
+    """Sets the fields that are present and known."""
     for known in fields(part):  # type: ignore[arg-type]
         if found and known.name in found:
             setattr(part, known.name, found[known.name])
@@ -167,7 +167,7 @@ def _part(part: Part, found: dict[str, Any] | None) -> Part:
 
 
 def step_number(value: Any) -> int:
-    """Raises ValueError for what cannot be the number of a step."""
+    """`value` as a step number; raises ValueError if it cannot be one."""
     step = int(value)
     if not 0 <= step < 2**53:
         raise ValueError(f"{value!r} is not a step")
@@ -175,5 +175,5 @@ def step_number(value: Any) -> int:
 
 
 def as_number(value: Any) -> Any:
-    """Numbers that JSON has no place for were written as strings."""
+    """NaN and Inf are strings in JSON."""
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -1,4 +1,4 @@
-"""The rows below the curves: when steps were refused, the run went back, was resumed, or was saved."""
+"""The rows below the curves: refused steps, rollbacks, resumes and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from . import svg
-from .run import Run
+from .run import RunHistory
 from .series import Marks
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ class Lane:
     colour: str
     marks: Marks
     marker: str
-    reaches: list[tuple[int, int]] = field(default_factory=list)
-    """From, to: how far the run went back."""
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to) of each rollback."""
     hollow: Marks = field(default_factory=Marks)
-    """What is not there any more."""
+    """Checkpoints that were deleted since."""
 
 
-def lanes_of(run: Run, letter: str = "", colour: str = "") -> list[Lane]:
-    """Only those with something in them. With a letter and a colour: those of one of two runs."""
-    reaches = [(rollback.step, rollback.to_step) for rollback in run.rollbacks]
+def lanes_of(run: RunHistory, letter: str = "", colour: str = "") -> list[Lane]:
+    """The lanes that are not empty. `letter` and `colour` distinguish two compared runs."""
+    ranges = [(rollback.step, rollback.to_step) for rollback in run.rollbacks]
     lanes = [
         Lane("incidents", svg.COLOURS["bad"], _marks(row.step for row in run.incidents.rows), "o"),
         Lane("skipped", svg.COLOURS["warn"], run.skipped, "x"),
         Lane("overflows", svg.COLOURS["muted"], run.overflows, "x"),
-        Lane("rollbacks", svg.COLOURS["bad"], _marks(step for step, _ in reaches), "<", reaches[:MAX_ARROWS]),
+        Lane("rollbacks", svg.COLOURS["bad"], _marks(step for step, _ in ranges), "<", ranges[:MAX_ARROWS]),
         Lane("resumed", svg.COLOURS["first"], _marks(step for step, _ in run.resumes), ">"),
         Lane(
             "checkpoints",
@@ -63,7 +63,7 @@ def draw_lanes(axis: Axes, lanes: Sequence[Lane], per_pixel: float) -> None:
     axis.spines["left"].set_visible(False)
     axis.grid(False, axis="x")
     for index, lane in enumerate(lanes):
-        for start, end in lane.reaches:
+        for start, end in lane.ranges:
             axis.plot([end, start], [index, index], color=lane.colour, linewidth=3, alpha=0.45)
         steps = [span.first for span in lane.hollow.spans(6 * per_pixel)] if lane.hollow else []
         if steps:

@@ -1,10 +1,9 @@
-"""From a run to one HTML file that needs nothing but itself."""
+"""Renders a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -18,10 +17,10 @@ from ..core.files import write_text
 from ..core.incident import Incident
 from ..core.numbers import typographic
 from ..errors import RunDirectoryError, UsageError
-from .run import Run, read_run
+from .run import RunHistory, read_run
 from .settings import Difference, differences
 from .timeline import NARROW, WIDE, timeline
-from .verdict import Figure, Verdict, figures, verdict
+from .verdict import Figure, RunVerdict, figures, verdict
 from .views import SHORT, TONES, IncidentView, view_of
 
 if TYPE_CHECKING:
@@ -30,24 +29,24 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 MAX_CONFIG = 100_000
 MAX_SAMPLES = 300
-"""Quarantined ones that are listed."""
+"""Quarantined samples that are listed."""
 
 
 @dataclass
 class RunView:
-    """A run in the pieces that the page shows."""
+    """What the template needs of a run."""
 
-    run: Run
+    run: RunHistory
     letter: str
     """`a` or `b` when two are compared."""
 
     @property
     def name(self) -> str:
-        """Two runs of one config have the same name, but never the same directory."""
+        """In a comparison the directory, because two runs of one config have the same name."""
         return self.run.directory.resolve().name if self.letter else self.run.name
 
     @cached_property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         return verdict(self.run)
 
     @cached_property
@@ -70,7 +69,7 @@ class RunView:
 
     @cached_property
     def anchors(self) -> dict[int, str]:
-        """By the number of the incident: those that have a part of their own."""
+        """Of the incidents that are shown in full, by their number."""
         return {view.number: view.anchor for view in self.incidents}
 
     @property
@@ -102,7 +101,7 @@ class RunView:
 
     @property
     def changes(self) -> list[tuple[str, str]]:
-        """What recovery changed for good, and how to make it permanent."""
+        """What recovery changed until the end of the run, and how to make it permanent."""
         end = self.run.end
         islands, patches, quarantined = end.get("islands"), end.get("patches"), end.get("quarantined")
         found = []
@@ -111,25 +110,25 @@ class RunView:
         for patch in patches if isinstance(patches, list) else []:
             if isinstance(patch, dict):
                 place = f"{str(patch.get('file')).rpartition('/')[2]}:{patch.get('line')}"
-                said = f"{place} ran as its safe variant. To make it permanent: {patch.get('fix')}"
-                found.append((said, str(patch.get("code"))))
+                text = f"{place} ran as its safe variant. To make it permanent: {patch.get('fix')}"
+                found.append((text, str(patch.get("code"))))
         if isinstance(quarantined, list) and quarantined:
             more = f", … {len(quarantined) - MAX_SAMPLES:,} more" if len(quarantined) > MAX_SAMPLES else ""
-            said = "Samples of the data set that are left out because they kept causing incidents:"
-            found.append((said, ", ".join(map(str, quarantined[:MAX_SAMPLES])) + more))
-        return [(said, code.rstrip()) for said, code in found]
+            text = "Samples that were excluded because they repeatedly caused incidents:"
+            found.append((text, ", ".join(map(str, quarantined[:MAX_SAMPLES])) + more))
+        return [(text, code.rstrip()) for text, code in found]
 
 
 @dataclass(frozen=True)
 class Written:
     path: Path
     num_bytes: int
-    verdicts: list[Verdict]
+    verdicts: list[RunVerdict]
     num_incidents: int
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, compare: str | Path | None = None) -> Written:
-    """Write the report of a run, or of two side by side; by default to `report.html` in the first one's directory."""
+    """Write the report of a run, or of two side by side; by default to `report.html` in the directory of the first."""
     environment = _environment()
     runs = [read_run(directory) for directory in ([run_dir] if compare is None else [run_dir, compare])]
     path = _path(runs[0], out, compare is not None)
@@ -145,7 +144,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, compare: st
     return Written(path, len(text.encode()), [view.verdict for view in views], count)
 
 
-def _path(run: Run, out: str | Path | None, is_comparison: bool) -> Path:
+def _path(run: RunHistory, out: str | Path | None, is_comparison: bool) -> Path:
     name = "comparison.html" if is_comparison else REPORT
     if out is None:
         return run.directory / name
@@ -154,16 +153,16 @@ def _path(run: Run, out: str | Path | None, is_comparison: bool) -> Path:
 
 
 def write_incident_page(directory: Path, incident: Incident) -> None:
-    """`report.html` in an incident's own directory, made while the run goes on: without plots, which would cost a second."""
+    """`report.html` in the directory of an incident, written during training: without plots, which would take a second."""
     found = view_of(incident, 1, directory.parent.parent, with_plots=False)
-    write_text(directory / REPORT, _filled(_environment(), "one_incident.html.jinja", found=found))
+    write_text(directory / REPORT, _render(_environment(), "one_incident.html.jinja", found=found))
 
 
 def render(views: Sequence[RunView], environment: Environment | None = None) -> str:
     runs = [view.run for view in views]
     has_steps = any(run.last_step >= 0 for run in runs)
     differing: list[Difference] = differences(runs[0], runs[1]) if len(runs) > 1 else []
-    return _filled(
+    return _render(
         environment or _environment(),
         "report.html.jinja",
         views=views,
@@ -175,7 +174,7 @@ def render(views: Sequence[RunView], environment: Environment | None = None) -> 
     )
 
 
-def _filled(environment: Environment, template: str, **content: Any) -> str:
+def _render(environment: Environment, template: str, **content: Any) -> str:
     script = _resource("report.js")
     return environment.get_template(template).render(
         content,
@@ -188,7 +187,7 @@ def _filled(environment: Environment, template: str, **content: Any) -> str:
 
 
 def _compared(views: Sequence[RunView]) -> list[tuple[str, Figure | None, Figure | None]]:
-    """The numbers of both, one row each."""
+    """The numbers of both runs, a row for each."""
     first, second = ({figure.label: figure for figure in view.figures} for view in views)
     return [(label, first.get(label), second.get(label)) for label in dict.fromkeys([*first, *second])]
 
@@ -220,13 +219,9 @@ def _environment() -> Environment:
 
 
 def _operand(value: Any) -> str:
-    """A cell of the table of operands."""
+    """A cell in the table of operands."""
     if isinstance(value, list):
         return " × ".join(map(str, value)) or "scalar"
-    if isinstance(value, float) and value == int(value) and abs(value) < 1e6 if _is_finite(value) else False:
+    if isinstance(value, float) and abs(value) < 1e6 and value.is_integer():
         return f"{value:g}".replace("-", "−")
     return typographic(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,6 +1,6 @@
-"""The blamed line with the safe variant of its operation, where that can be written down without doubt.
+"""Rewrites the blamed line of source with the safe operation, where the result is certain.
 
-Not for `exp`: its safe variant is the largest number of the type, which overflows in whatever comes next.
+Not for `exp`: safe.exp returns the dtype's largest number, which overflows in the next operation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALLS = {
 }
 _OPERATORS: dict[str, tuple[type[ast.operator], str]] = {
     "div": (ast.Div, "safe.div({}, {})"),
-    "reciprocal": (ast.Div, "safe.div({}, {})"),  # 1 / x is dispatched as one
+    "reciprocal": (ast.Div, "safe.div({}, {})"),  # 1 / x is dispatched as reciprocal
     "rsqrt": (ast.Div, "safe.div({}, {})"),
     "pow": (ast.Pow, "safe.pow({}, {})"),
 }
@@ -32,10 +32,10 @@ _METHODS_OF_TWO = {"div": "safe.div({}, {})", "true_divide": "safe.div({}, {})",
 
 
 def rewritten(code: str, operation: str) -> str:
-    """The line with one operation replaced; empty when it has none or several of them, or is only part of a statement."""
+    """The line with one operation replaced; empty if the line contains none or several, or is only part of a statement."""
     text = code.strip()
     tree = _parsed(text)
-    if tree is None or not text.isascii():  # offsets count bytes
+    if tree is None or not text.isascii():  # ast offsets count bytes
         return ""
     found = [(node, safe) for node in ast.walk(tree) if (safe := _safe_form(node, operation, text))]
     if len(found) != 1:
@@ -53,7 +53,7 @@ def rewritten(code: str, operation: str) -> str:
 
 
 def _parsed(text: str) -> ast.AST | None:
-    for candidate in (text, f"{text} pass"):  # the head of a compound statement
+    for candidate in (text, f"{text} pass"):  # the first line of a compound statement
         try:
             return ast.parse(candidate)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

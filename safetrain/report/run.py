@@ -1,4 +1,4 @@
-"""A run as its directory tells it: finished, still going on, killed in the middle of a line, or resumed."""
+"""Reads the directory of a run: finished, still running, killed in the middle of a line, or resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .series import Marks, Series
 
 STATUSES = ("done", "stopped", "interrupted", "paused", "error")
 MAX_LISTED = 1000
-"""Rollbacks, evaluations, notes and the like that are kept one by one; beyond, they are counted."""
+"""Rollbacks, evaluations and notes that are kept; further ones are only counted."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})(?:-\d+)?$")
 STEP_FIELDS = ("step", "action", "loss", "grad_norm", "lr", "lr_scale", "committed", "refused_loss")
 _VALUE = rb'"?([^",]+)"?'
@@ -25,13 +25,13 @@ _STEP_LINE = re.compile(
     rb'\{"event": "step", "step": (\d{1,15}), "action": "(\w+)", "loss": ' + _VALUE + rb', "grad_norm": ' + _VALUE + rb', "lr": ' + _VALUE
     + rb', "lr_scale": ' + _VALUE + rb', "epoch": \d+, "committed": (\d+)(?:, "refused_loss": ' + _VALUE + rb")?[,}]"
 )  # fmt: skip
-"""A step as the journal writes it, three times faster than reading it as JSON; a line of another form is read as that."""
+"""A step in the journal. Three times faster than parsing JSON, which is the fallback for other lines."""
 
 
 @dataclass(frozen=True)
-class Rollback:
+class RollbackEvent:
     step: int
-    """The attempted step after which the run went back."""
+    """The attempted step after which it happened."""
     to_step: int
     source: str
 
@@ -45,16 +45,16 @@ class Checkpoint:
 
 
 @dataclass
-class Run:
-    """What a report says about a run. Steps are attempted ones, counted from 0: a rollback does not rewind them."""
+class RunHistory:
+    """What the journal and the directory of a run contain. Steps are attempted steps, counted from 0; a rollback does not rewind them."""
 
     directory: Path
     about: dict[str, Any] = field(default_factory=dict)
-    """Of the `start` line: name, parameters, device, precision, guards."""
+    """The `start` line: name, parameters, device, precision, guards."""
     status: str = "unknown"
-    """`done`, `stopped`, `interrupted`, `paused`, `error`; `running`; `lost`: it ended without saying so."""
+    """`done`, `stopped`, `interrupted`, `paused`, `error`; `running`; `lost`: the process died."""
     end: dict[str, Any] = field(default_factory=dict)
-    """The summary, once there is one."""
+    """The summary, once the run has ended."""
     loss: Series = field(default_factory=Series)
     """Of committed steps."""
     refused_loss: Series = field(default_factory=Series)
@@ -67,13 +67,13 @@ class Run:
     """Of steps that were not committed."""
     skipped: Marks = field(default_factory=Marks)
     overflows: Marks = field(default_factory=Marks)
-    rollbacks: list[Rollback] = field(default_factory=list)
+    rollbacks: list[RollbackEvent] = field(default_factory=list)
     resumes: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     saved: Marks = field(default_factory=Marks)
     """Steps before which a checkpoint was written."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Those that are on disk now."""
+    """On disk now."""
     incidents: IncidentList = field(default_factory=IncidentList)
     num_rollbacks: int = 0
     num_committed: int = 0
@@ -81,7 +81,7 @@ class Run:
     lowest_lr_scale: float = 1.0
     config: str = ""
     problems: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """What could not be read, as sentences."""
 
     @property
     def name(self) -> str:
@@ -96,8 +96,8 @@ class Run:
         return sum(self.outcomes.values())
 
 
-def read_run(directory: str | Path) -> Run:
-    """Raises RunDirectoryError when there is no run. The journal is read line by line: its length does not matter."""
+def read_run(directory: str | Path) -> RunHistory:
+    """Raises RunDirectoryError if there is no run. The journal is read line by line, so it may be of any length."""
     path = Path(directory)
     if not path.is_dir() or not (held := holds_run(path)):
         what = "is not a directory" if path.exists() and not path.is_dir() else "does not exist"
@@ -107,11 +107,11 @@ def read_run(directory: str | Path) -> Run:
             f"{directory} {what}.\nTo fix: give the directory of a run, like runs/quickstart-20260101-120000; "
             "safetrain fit prints it as it starts."
         )
-    run = Run(path)
+    run = RunHistory(path)
     if JOURNAL in held:
         _read_journal(path / JOURNAL, run)
     else:
-        run.problems.append(f"{JOURNAL} is missing: what happened step by step is not known")
+        run.problems.append(f"{JOURNAL} is missing: there is no record of single steps")
     run.config = _text(path / CONFIG, run) if CONFIG in held else ""
     run.checkpoints = _checkpoints(path / CHECKPOINTS)
     _judge_status(run, SUMMARY in held)
@@ -120,7 +120,7 @@ def read_run(directory: str | Path) -> Run:
     return run
 
 
-def _text(path: Path, run: Run) -> str:
+def _text(path: Path, run: RunHistory) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -131,7 +131,7 @@ def _text(path: Path, run: Run) -> str:
 # ---- the journal -----------------------------------------------------------------------------------------------------
 
 
-def _read_journal(path: Path, run: Run) -> None:
+def _read_journal(path: Path, run: RunHistory) -> None:
     num_unreadable, line = 0, b"\n"
     match, load = _STEP_LINE.match, json.loads
     try:
@@ -154,21 +154,29 @@ def _read_journal(path: Path, run: Run) -> None:
         run.problems.append(f"{path.name} cannot be read: {error.strerror or error}")
     if num_unreadable and not line.endswith(b"\n"):
         num_unreadable -= 1
-        run.problems.append(f"{path.name} ends in the middle of a line: what was being written then is not known")
+        run.problems.append(f"{path.name} ends in the middle of a line: the last record is lost")
     if num_unreadable:
         run.problems.append(f"{num_unreadable} line{'s' * (num_unreadable > 1)} of {path.name} could not be read")
 
 
 def _step(
-    run: Run, step: Any, action: Any, loss: Any, norm: Any, lr: Any, lr_scale: Any, committed: Any, refused_loss: Any
+    run: RunHistory,
+    step: Any,
+    action: Any,
+    loss: Any,
+    norm: Any,
+    lr: Any,
+    lr_scale: Any,
+    committed: Any,
+    refused_loss: Any,
 ) -> None:
-    """Takes numbers or their text: what JSON has no number for is text in the journal."""
+    """Arguments are numbers or text: NaN and Inf are strings in the journal."""
     step, loss, norm, scale = int(step), float(loss), float(norm), float(lr_scale)
     run.lr.add(step, float(lr))
     if action in (b"commit", "commit"):
         run.loss.add(step, loss)
         run.grad_norm.add(step, norm)
-        if refused_loss is not None:  # repaired: the curve goes on with the loss of what was trained on
+        if refused_loss is not None:  # repaired: the curve shows the loss that was trained on
             run.refused_loss.add(step, float(refused_loss))
     else:
         action = action.decode() if isinstance(action, bytes) else str(action)
@@ -181,7 +189,7 @@ def _step(
         run.lowest_lr_scale = scale
 
 
-def _event(run: Run, fields: dict[str, Any]) -> None:
+def _event(run: RunHistory, fields: dict[str, Any]) -> None:
     event = fields.pop("event")
     if event == "incident":
         run.incidents.add(fields)
@@ -189,7 +197,7 @@ def _event(run: Run, fields: dict[str, Any]) -> None:
         to_step, run.num_committed = step_number(fields["to_step"]), int(fields["committed"])
         run.num_rollbacks += 1
         if len(run.rollbacks) < MAX_LISTED:
-            run.rollbacks.append(Rollback(max(run.last_step, 0), to_step, str(fields["source"])))
+            run.rollbacks.append(RollbackEvent(max(run.last_step, 0), to_step, str(fields["source"])))
     elif event == "checkpoint":
         run.saved.add(step_number(fields["step"]))
     elif event == "eval":
@@ -206,11 +214,11 @@ def _event(run: Run, fields: dict[str, Any]) -> None:
         run.end = fields
 
 
-# ---- beside it -------------------------------------------------------------------------------------------------------
+# ---- other files ----------------------------------------------------------------------------------------------------
 
 
 def _checkpoints(directory: Path) -> list[Checkpoint]:
-    """Those that are on disk now; older ones were rotated away."""
+    """The checkpoints that are on disk now; older ones were deleted by rotation."""
     if not directory.is_dir():
         return []
     links: dict[str, list[str]] = {}
@@ -224,7 +232,7 @@ def _checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(kept, key=lambda checkpoint: checkpoint.step)
 
 
-def _judge_status(run: Run, has_summary: bool) -> None:
+def _judge_status(run: RunHistory, has_summary: bool) -> None:
     if run.end:
         status = run.end.get("status")
         run.status = str(status) if status in STATUSES else "lost"
@@ -232,11 +240,11 @@ def _judge_status(run: Run, has_summary: bool) -> None:
         run.status = "running"
     else:
         run.status = "lost"
-        if has_summary and run.last_step < 0 and not run.about:  # all that is left of it
+        if has_summary and run.last_step < 0 and not run.about:  # nothing else is left
             _take_summary(run)
 
 
-def _take_summary(run: Run) -> None:
+def _take_summary(run: RunHistory) -> None:
     try:
         run.end = json.loads((run.directory / SUMMARY).read_text(encoding="utf-8"))
         run.status = str(run.end["status"])

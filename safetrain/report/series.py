@@ -1,4 +1,4 @@
-"""Curves and marks of any length in bounded memory: what a plot can show of them is kept, extremes and NaN always."""
+"""Curves and marks of any length in bounded memory: downsampled for a plot, keeping extremes and every NaN."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_BINS = 1024
-"""Of which each keeps its smallest and its largest value: about one per pixel of a wide screen."""
+"""Each keeps its smallest and its largest value; about one bin per pixel of a wide screen."""
 PENDING = 2**16
-"""Points that are collected before they are thinned."""
+"""Points that are collected before they are downsampled."""
 
 Floats = NDArray[np.float64]
 
 
 class Series:
-    """`(step, value)` in the order of steps. Non-finite values become marks, so that a plot can show where they were."""
+    """`(step, value)` pairs sorted by step. Non-finite values become marks, so that a plot can show where they were."""
 
     def __init__(self) -> None:
         self._steps: list[float] = []
@@ -36,30 +36,30 @@ class Series:
         self._steps.append(step)
         self._values.append(value)
         if len(self._steps) >= PENDING:
-            self._thin(NUM_BINS)
+            self._downsample(NUM_BINS)
 
     def points(self, num_bins: int = NUM_BINS) -> tuple[Floats, Floats]:
-        """Steps and values, at most two for each bin; the same points as given when there are few."""
+        """Steps and values, at most two for each bin; all of them if there are few."""
         if len(self._steps) > 2 * num_bins:
-            self._thin(num_bins)
+            self._downsample(num_bins)
         return np.asarray(self._steps, dtype=np.float64), np.asarray(self._values, dtype=np.float64)
 
     def __bool__(self) -> bool:
         return self.num_values > 0
 
-    def _thin(self, num_bins: int) -> None:
+    def _downsample(self, num_bins: int) -> None:
         steps, values = np.asarray(self._steps, dtype=np.float64), np.asarray(self._values, dtype=np.float64)
         bins = _bins(steps, num_bins)
         by_value = np.lexsort((values, bins))
         is_first = np.diff(bins[by_value], prepend=-1) != 0
         is_last = np.diff(bins[by_value], append=num_bins + 1) != 0
-        kept = np.union1d(by_value[is_first | is_last], [0, len(steps) - 1])  # sorted: in the order of steps again
+        kept = np.union1d(by_value[is_first | is_last], [0, len(steps) - 1])  # sorts by step again
         self._steps, self._values = steps[kept].tolist(), values[kept].tolist()
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring marks that a plot could not tell apart."""
+    """Neighbouring marks that a plot cannot separate."""
 
     first: float
     last: float
@@ -67,7 +67,7 @@ class Span:
 
 
 class Marks:
-    """Steps at which something happened; neighbours are counted together when there are many."""
+    """Steps at which something happened; neighbours are merged if there are many."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -84,7 +84,7 @@ class Marks:
             self._merge(self._last[-1] / NUM_BINS)
 
     def spans(self, gap: float) -> list[Span]:
-        """Marks not more than `gap` steps apart are one."""
+        """Marks at most `gap` steps apart are merged."""
         self._merge(gap)
         return [Span(*span) for span in zip(self._first, self._last, self._counts, strict=True)]
 

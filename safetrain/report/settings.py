@@ -1,4 +1,4 @@
-"""The config of a run as flat `key: value` pairs, and what differs between two."""
+"""The config of a run as flat `key: value` pairs, and the differences between two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .run import Run
+from .run import RunHistory
 
 MAX_DIFFERENCES = 200
 
@@ -19,8 +19,8 @@ class Difference:
     second: str
 
 
-def flat_config(run: Run) -> dict[str, str]:
-    """Empty when there is no config, or none that can be read."""
+def flat_config(run: RunHistory) -> dict[str, str]:
+    """Empty if there is no config, or it cannot be read."""
     try:
         tree = yaml.safe_load(run.config)
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -38,8 +38,8 @@ def _flatten(node: Any, path: str, found: dict[str, str]) -> None:
         found[path] = "null" if node is None else str(node).lower() if isinstance(node, bool) else str(node)
 
 
-def differences(first: Run, second: Run) -> list[Difference]:
-    """Of the settings; a key that one does not have is shown as a dash."""
+def differences(first: RunHistory, second: RunHistory) -> list[Difference]:
+    """The settings that differ; a key that only one run has is shown as a dash for the other."""
     one, other = flat_config(first), flat_config(second)
     _fold_sections(one, other)
     _fold_sections(other, one)
@@ -49,7 +49,7 @@ def differences(first: Run, second: Run) -> list[Difference]:
 
 
 def _fold_sections(one: dict[str, str], other: dict[str, str]) -> None:
-    """A section that is a single value in `other` (`guards.clip: null`) is one in `one` too, so that they stand side by side."""
+    """A section that is a single value in `other` (`guards.clip: null`) becomes one in `one` too, so that both can be compared."""
     for key in [key for key in other if key not in one]:
         inside = {name: one.pop(name) for name in [name for name in one if name.startswith(f"{key}.")]}
         if inside:

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG that takes its colours and its font from the page around it."""
+"""Renders matplotlib figures as SVG that takes its colours and font from the surrounding page."""
 
 from __future__ import annotations
 
@@ -14,20 +14,9 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# matplotlib wants colours, the page has variables: these stand for them and are replaced in what is written.
-COLOURS = {
-    "ink": "#010101",
-    "muted": "#020202",
-    "line": "#030303",
-    "panel": "#040404",
-    "good": "#050505",
-    "warn": "#060606",
-    "bad": "#070707",
-    "first": "#080808",
-    "second": "#090909",
-    "third": "#0a0a0a",
-    "soft": "#0b0b0b",
-}
+# Placeholders: matplotlib needs colours, the page has CSS variables, which replace these in the SVG.
+_NAMES = ("ink", "muted", "line", "panel", "good", "warn", "bad", "first", "second")
+COLOURS = {name: f"#{index:02x}{index:02x}{index:02x}" for index, name in enumerate(_NAMES, 1)}
 INK, MUTED, LINE, PANEL = (COLOURS[name] for name in ("ink", "muted", "line", "panel"))
 _VARIABLE = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 _COLOUR = re.compile("|".join(_VARIABLE))
@@ -54,14 +43,14 @@ STYLE: dict[Any, Any] = {
     "ytick.color": LINE,
     "xtick.labelcolor": MUTED,
     "ytick.labelcolor": MUTED,
-    "path.simplify": False,  # points were chosen before
-    "text.parse_math": False,  # a $ in a name is a $
+    "path.simplify": False,  # series are downsampled already
+    "text.parse_math": False,  # a $ in a name is not math
     "axes.unicode_minus": True,
 }
 
 
 def figure(width: int, height: int) -> Figure:
-    """An empty figure of so many pixels. Make it and all that is in it within `style()`."""
+    """An empty figure of `width` × `height` pixels. Create and fill it within `style()`."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
@@ -69,7 +58,7 @@ def figure(width: int, height: int) -> Figure:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Settings that a figure is made with, whatever the user's own are."""
+    """matplotlib settings for the figures, independent of the user's."""
     try:
         import matplotlib
     except ImportError as error:
@@ -84,8 +73,7 @@ def style() -> Iterator[None]:
 
 
 def render(drawn: Figure, name: str, title: str) -> str:
-    """The `<svg>` element. `name` keeps its inner references apart from those of others on the page; `title` is for readers
-    that cannot see it."""
+    """The `<svg>` element. `name` prefixes its ids, which must be unique on the page; `title` is for screen readers."""
     import matplotlib
 
     out = io.StringIO()
@@ -94,7 +82,7 @@ def render(drawn: Figure, name: str, title: str) -> str:
             out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )
     text = _NOISE.sub("", out.getvalue()).strip()
-    text = text.replace(' target="_blank"', "")  # links stay on the page
+    text = text.replace(' target="_blank"', "")  # links point to the same page
     text = _COLOUR.sub(lambda found: _VARIABLE[found[0]], text)
     text = _FONT.sub(lambda found: f"{_weight(found[1])}font-size: {found[2]}px", text)
     text = re.sub(r'\b(id="|url\(#|href="#)(?!incident)', rf"\g<1>{name}-", text)

@@ -1,4 +1,4 @@
-"""The timeline: loss, gradient norm and learning rate over the steps, and what happened beside them."""
+"""The timeline: loss, gradient norm and learning rate over the steps, with incidents and other events."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from ..core.numbers import on_axis
 from . import svg
 from .lanes import draw_lanes, lanes_of
-from .run import Run
+from .run import RunHistory
 from .series import Floats, Series, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_LABELS = 40
-"""Incidents that are marked in the curves; more would hide them, and are only in the row below."""
+"""If there are more incidents, they are not marked in the curves, only in the row below."""
 TOP, GAP, BOTTOM, RIGHT = 30, 34, 46, 16
 ROOM = 24
-"""For the numbers of incidents."""
+"""Height for the numbers of incidents."""
 LIMIT = 1e250
-"""Larger numbers are drawn as this one: the scale needs some room above them."""
+"""Larger numbers are clipped, because the axis needs a margin above them."""
 BAD, WARN = svg.COLOURS["bad"], svg.COLOURS["warn"]
 
 
@@ -48,7 +48,7 @@ class Signal:
     committed: str
     refused: str = ""
     is_log: bool = True
-    """Drawn by orders of magnitude when it spans several."""
+    """Log scale if the values span several orders of magnitude."""
 
 
 SIGNALS = (
@@ -58,17 +58,14 @@ SIGNALS = (
 )
 
 
-def timeline(runs: Sequence[Run], size: Size, name: str) -> str:
+def timeline(runs: Sequence[RunHistory], size: Size, name: str) -> str:
     """One run, or two in the same axes, as an SVG element."""
     colours = [svg.COLOURS[colour] for colour in ("first", "second")]
-    if len(runs) == 1:
-        lanes = lanes_of(runs[0])
-    else:
-        lanes = [
-            lane
-            for run, letter, colour in zip(runs, "AB", colours, strict=True)
-            for lane in lanes_of(run, letter, colour)
-        ]
+    lanes = (
+        lanes_of(runs[0])
+        if len(runs) == 1
+        else [*lanes_of(runs[0], "A", colours[0]), *lanes_of(runs[1], "B", colours[1])]
+    )
     heights = [*size.panels, max(len(lanes), 1) * size.lane]
     top = TOP + (ROOM if len(runs) == 1 and runs[0].incidents else 0)
     total = top + sum(heights) + GAP * 3 + BOTTOM
@@ -85,7 +82,7 @@ def timeline(runs: Sequence[Run], size: Size, name: str) -> str:
         axes[0].set_xlim(-0.012 * last, last * 1.012)
         for axis, signal in zip(axes, SIGNALS, strict=False):
             _draw_signal(axis, signal, runs, colours, size, last)
-        if len(runs) == 1:  # the lines of two runs could not be told apart
+        if len(runs) == 1:  # the lines of two runs could not be distinguished
             _incidents(axes[:3], runs[0], last, size)
         draw_lanes(axes[3], lanes, last / size.width)
         _label_steps(axes[3], size)
@@ -102,7 +99,7 @@ def _label_steps(axis: Axes, size: Size) -> None:
 
 
 def _draw_signal(
-    axis: Axes, signal: Signal, runs: Sequence[Run], colours: Sequence[str], size: Size, last: int
+    axis: Axes, signal: Signal, runs: Sequence[RunHistory], colours: Sequence[str], size: Size, last: int
 ) -> None:
     axis.set_title(signal.title, loc="left", fontsize=12, color=svg.INK, pad=7, fontweight="bold")
     axis.tick_params(labelbottom=False, length=0)
@@ -119,8 +116,8 @@ def _draw_signal(
         signal.is_log or len(runs) > 1,
     )
     for series, colour in zip(refused, colours if len(runs) > 1 else [WARN], strict=False):
-        _refused(axis, series, size, top, colour, is_told=len(runs) == 1)
-    said = []
+        _refused(axis, series, size, top, colour, is_labelled=len(runs) == 1)
+    labels = []
     for index, run in enumerate(runs):
         every = [getattr(run, signal.committed), *refused[index : index + 1]]
         colour = colours[index] if len(runs) > 1 else BAD
@@ -128,9 +125,9 @@ def _draw_signal(
             _non_finite(axis, every, "nan", index, last / size.width, colour),
             _non_finite(axis, every, "inf", index, last / size.width, colour),
         ]
-        said += [f"{'AB'[index]}: {word}" if len(runs) > 1 else word for word in words if word]
-    if said:
-        axis.set_title("   ".join(said), loc="right", fontsize=12, color=BAD, pad=7, fontweight="bold")
+        labels += [f"{'AB'[index]}: {word}" if len(runs) > 1 else word for word in words if word]
+    if labels:
+        axis.set_title("   ".join(labels), loc="right", fontsize=12, color=BAD, pad=7, fontweight="bold")
 
 
 def _curve(axis: Axes, series: Series, colour: str, size: Size) -> Floats:
@@ -141,7 +138,7 @@ def _curve(axis: Axes, series: Series, colour: str, size: Size) -> Floats:
     return values
 
 
-def _evaluations(axis: Axes, run: Run, colour: str) -> Floats:
+def _evaluations(axis: Axes, run: RunHistory, colour: str) -> Floats:
     found = [(e["step"], e.get("loss")) for e in run.evaluations]
     points = [(step, value) for step, value in found if isinstance(value, float) and abs(value) < LIMIT]
     points = points[:: max(1, math.ceil(len(points) / 200))]
@@ -154,8 +151,8 @@ def _evaluations(axis: Axes, run: Run, colour: str) -> Floats:
 # ---- what was not committed ------------------------------------------------------------------------------------------
 
 
-def _refused(axis: Axes, series: Series, size: Size, top: float, colour: str, is_told: bool) -> None:
-    """Crosses; those above the scale at its upper edge, with how far they went."""
+def _refused(axis: Axes, series: Series, size: Size, top: float, colour: str, is_labelled: bool) -> None:
+    """Crosses; those above the scale are at its upper edge, with the largest value as text."""
     steps, values = series.points(size.num_bins)
     if not len(steps):
         return
@@ -166,7 +163,7 @@ def _refused(axis: Axes, series: Series, size: Size, top: float, colour: str, is
     edge = axis.get_xaxis_transform()
     outside = steps[~inside]
     axis.scatter(outside, [0.83] * len(outside), transform=edge, s=34, marker=6, color=colour, linewidths=1.5, zorder=4)
-    if not is_told:
+    if not is_labelled:
         return
     highest = int(np.argmax(values))
     is_right = steps[highest] > 0.6 * axis.get_xlim()[1]
@@ -178,7 +175,7 @@ def _refused(axis: Axes, series: Series, size: Size, top: float, colour: str, is
 
 
 def _non_finite(axis: Axes, series: Sequence[Series], kind: str, index: int, per_pixel: float, colour: str) -> str:
-    """Marks along the upper edge, a bar where they follow each other; returns what they are."""
+    """Marks along the upper edge, merged to bars where they are dense; returns `NaN ×3`."""
     marker, word, height = ("X", "NaN", 0.955) if kind == "nan" else ("^", "Inf", 0.9)
     height -= 0.08 * index
     spans: list[Span] = [span for each in series for span in getattr(each, kind).spans(3 * per_pixel)]
@@ -207,7 +204,7 @@ def _non_finite(axis: Axes, series: Sequence[Series], kind: str, index: int, per
 
 
 def _set_scale(axis: Axes, values: Floats, refused: Sequence[Floats], may_be_log: bool) -> float:
-    """From what was committed, so that a refused outlier does not flatten the curve; returns the largest value that is drawn."""
+    """Scales to the committed values, so that a refused outlier does not flatten the curve; returns the upper limit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: on_axis(value)))
@@ -245,11 +242,11 @@ def _set_scale(axis: Axes, values: Floats, refused: Sequence[Floats], may_be_log
 # ---- incidents -------------------------------------------------------------------------------------------------------
 
 
-def _incidents(axes: Sequence[Axes], run: Run, last: int, size: Size) -> None:
-    """Lines through all curves, and their numbers above; what is too close together shares a label."""
+def _incidents(axes: Sequence[Axes], run: RunHistory, last: int, size: Size) -> None:
+    """Vertical lines through all curves, with numbers above; incidents that are close together share a label."""
     rows = run.incidents.rows
     if len(rows) > MAX_LABELS:
-        return  # they would hide the curves; the row below has them all
+        return  # they would hide the curves; the row below shows all of them
     for step in sorted({row.step for row in rows}):
         for axis in axes:
             end = 1.0 if axis is not axes[0] else 1.0 + ROOM / size.panels[0]  # up to its number
@@ -267,7 +264,7 @@ def _incidents(axes: Sequence[Axes], run: Run, last: int, size: Size) -> None:
 
 @dataclass(frozen=True)
 class Label:
-    """Of one incident, or of neighbours."""
+    """The label of one incident, or of neighbouring ones."""
 
     first: int
     last: int

@@ -1,4 +1,4 @@
-"""How a run went, in a sentence or two, and the numbers that go with it."""
+"""How a run went: a sentence or two, and the numbers of the summary."""
 
 from __future__ import annotations
 
@@ -8,74 +8,69 @@ from dataclasses import dataclass
 
 from ..core.numbers import duration_in_words, typographic
 from .incidents import as_number
-from .run import Run
+from .run import RunHistory
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     tone: str
-    """`good`, `warn`, `bad`, or `calm` while it goes on."""
+    """`good`, `warn`, `bad`, or `calm` while it is running."""
     word: str
     sentence: str
     next: str = ""
-    """The command to go on with."""
+    """The command to continue with."""
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: RunHistory) -> RunVerdict:
     committed = f"{run.num_committed:,} step{'s' * (run.num_committed != 1)} committed"
-    resume = f"safetrain resume {shlex.quote(str(run.directory))}"
-    troubles = _troubles(run)
+    incidents = _incidents(run)
     if run.status == "done":
         if not run.incidents:
-            what = f"{committed}, none refused{_overflows(run)}{_final_loss(run)}."
-            return Verdict("good", "Healthy", f"{_capital(what)}")
-        return Verdict("warn", "Finished", f"{_capital(committed)}, with {troubles}{_final_loss(run)}.")
+            return RunVerdict("good", "Healthy", f"{committed}, none refused{_overflows(run)}{_final_loss(run)}.")
+        return RunVerdict("warn", "Finished", f"{committed}, with {incidents}{_final_loss(run)}.")
     if run.status == "stopped":
         last = run.incidents.last
         why = f": {'; '.join(last.decision.reasons)}" if last is not None and last.decision.reasons else ""
         at = f" at step {last.step:,}" if last is not None else ""
-        return Verdict("bad", "Stopped", f"A guard stopped the run{at}{why}. {_capital(committed)}, with {troubles}.")
+        return RunVerdict("bad", "Stopped", f"A guard stopped the run{at}{why}. {committed}, with {incidents}.")
+    progress = f"{committed}, with {incidents}{_final_loss(run, 'last')}."
     if run.status == "running":
-        return Verdict(
-            "calm", "Running", f"Still going on: {committed} so far, with {troubles}{_final_loss(run, 'last')}."
-        )
-    words = {
-        "interrupted": ("warn", "Interrupted", "A signal ended the run, and its state was saved"),
-        "paused": ("warn", "Paused", "Its time (loop.max_hours) was up, and its state was saved"),
-        "error": ("bad", "Failed", "An exception in the model, the data or the loss ended the run"),
-    }
-    lost = ("bad", "Cut off", "The run ended without a word: its process was killed, or the machine went down")
-    tone, word, what = words.get(run.status, lost)
-    return Verdict(tone, word, f"{what}. {_capital(committed)}, with {troubles}{_final_loss(run, 'last')}.", resume)
+        return RunVerdict("calm", "Running", f"Still running: {progress}")
+    tone, word, what = _ENDS.get(run.status, _KILLED)
+    return RunVerdict(tone, word, f"{what}. {progress}", f"safetrain resume {shlex.quote(str(run.directory))}")
 
 
-def _capital(text: str) -> str:
+_ENDS = {
+    "interrupted": ("warn", "Interrupted", "A signal ended the run, and its state was saved"),
+    "paused": ("warn", "Paused", "The time limit (loop.max_hours) was reached, and the state was saved"),
+    "error": ("bad", "Failed", "An exception in the model, the data or the loss ended the run"),
+}
+_KILLED = ("bad", "Cut off", "The process was killed, or the machine went down")
+
+
+def capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _troubles(run: Run) -> str:
+def _incidents(run: RunHistory) -> str:
     """`3 incidents (2 repaired, 1 skipped): division_by_zero at model.py:12 (2×) and …`."""
     if not run.incidents:
         return "no incidents"
-    words = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "fatal"}
-    actions = ", ".join(
-        f"{count:,} {words.get(action, action)}" for action, count in run.incidents.actions.most_common()
-    )
     causes: Counter[str] = Counter()
     for (label, place), count in run.incidents.by_cause.items():
         causes[f"{label}{f' at {place}' if place else ''}"] += count
     most = [f"{cause}{f' ({count:,}×)' if count > 1 else ''}" for cause, count in causes.most_common(4)]
     more = f" and {len(causes) - 4} more" if len(causes) > 4 else ""
     plural = "s" * (run.incidents.count != 1)
-    return f"{run.incidents.count:,} incident{plural} ({actions}): {', '.join(most)}{more}"
+    return f"{run.incidents.count:,} incident{plural} ({_by_action(run)}): {', '.join(most)}{more}"
 
 
-def _overflows(run: Run) -> str:
+def _overflows(run: RunHistory) -> str:
     count = run.outcomes["overflow"]
-    return f" but for {count:,} that the fp16 loss scaler skipped while it looked for its scale" if count else ""
+    return f" but for {count:,} that the fp16 loss scaler skipped while it adjusted its scale" if count else ""
 
 
-def _final_loss(run: Run, word: str = "final") -> str:
+def _final_loss(run: RunHistory, word: str = "final") -> str:
     value = as_number(run.end.get("final_loss", run.loss.last))
     return f"; {word} loss {typographic(value)}" if isinstance(value, (int, float)) and (run.loss or run.end) else ""
 
@@ -90,7 +85,7 @@ class Figure:
     tone: str = ""
 
 
-def figures(run: Run) -> list[Figure]:
+def figures(run: RunHistory) -> list[Figure]:
     best = _best(run)
     skipped = run.num_skipped
     shown = [
@@ -113,16 +108,16 @@ def figures(run: Run) -> list[Figure]:
     return shown
 
 
-def _by_action(run: Run) -> str:
+def _by_action(run: RunHistory) -> str:
     words = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "fatal"}
     return ", ".join(f"{count:,} {words.get(action, action)}" for action, count in run.incidents.actions.most_common())
 
 
-def _overflow_hint(run: Run) -> str:
+def _overflow_hint(run: RunHistory) -> str:
     return f"{run.outcomes['overflow']:,} by the fp16 scaler" if run.outcomes["overflow"] else ""
 
 
-def _best(run: Run) -> Figure | None:
+def _best(run: RunHistory) -> Figure | None:
     record = next((evaluation for evaluation in reversed(run.evaluations) if evaluation.get("best")), None)
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""An incident in the words and pieces that its page shows."""
+"""What the template needs of an incident."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from ..core.causes import CAUSES
 from ..core.incident import CONSEQUENCE, Incident
 from ..incidents.render import headline, printable, replayed, source_lines
+from .histogram import histogram, is_drawable
 from .incidents import label_of, place_of
 from .rewriting import rewritten
-from .spread import can_be_drawn, spread
+from .verdict import capitalised
 
 MAX_PLOTS = 3
 MAX_TEXT = 4000
-"""Characters of a sentence or a source line; what is longer is cut."""
+"""Sentences and source lines are truncated to this number of characters."""
 TONES = {"commit": "good", "skip": "warn", "rollback": "bad", "stop": "bad", "none": "warn"}
 SHORT = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "stopped", "none": "examined"}
 _NUMBERED = re.compile(r"^([> ]) +(\d+)(?:  (.*))?$")
@@ -34,7 +35,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Stop:
-    """On the way of the bad value."""
+    """A module on the path of the bad value."""
 
     module: str
     phase: str
@@ -46,12 +47,12 @@ class IncidentView:
     number: int
     anchor: str
     replay: str
-    """The command, empty when the step was not kept."""
+    """The command, empty if the step was not saved."""
     listing: list[SourceLine]
     plots: list[tuple[str, str]]
-    """Operand, and its histogram as SVG."""
+    """(operand, its histogram as SVG)"""
     again: int = 0
-    """The number of an earlier incident at the same place, if there is one."""
+    """The number of an earlier incident at the same place, or 0."""
 
     @property
     def tone(self) -> str:
@@ -71,7 +72,7 @@ class IncidentView:
 
     @property
     def address(self) -> str:
-        """File and line; relative when it lies below the current directory."""
+        """File and line, relative if it is below the current directory."""
         origin = self.incident.origin
         file = origin.file or ""
         below = os.path.relpath(file) if os.path.isabs(file) else file
@@ -79,7 +80,7 @@ class IncidentView:
 
     @property
     def title(self) -> str:
-        """What is to be looked at, in a few words."""
+        """What is bad and where, as a heading."""
         origin = self.incident.origin
         at = f" at {self.place}" if self.place else ""
         if origin.phase == "data":
@@ -87,7 +88,7 @@ class IncidentView:
         if origin.phase == "params":
             return f"{origin.name or 'A tensor'} of {origin.module or 'the model'} was bad before the step"
         if origin.phase == "unknown":
-            return _capital(shortened(next(iter(self.incident.decision.reasons), "The step was refused"), 200))
+            return capitalised(shortened(next(iter(self.incident.decision.reasons), "The step was refused"), 200))
         what = f"{'The derivative of ' if origin.phase == 'backward' else ''}{origin.name or origin.op}"
         return f"{what}{at or f' in {origin.module}'}"
 
@@ -102,7 +103,7 @@ class IncidentView:
 
     @property
     def meaning(self) -> str:
-        """The cause in plain words."""
+        """What the cause means in general."""
         cause = CAUSES.get(self.incident.cause.label)
         return "" if cause is None else cause.meaning
 
@@ -116,12 +117,12 @@ class IncidentView:
 
     @property
     def expression(self) -> str:
-        """What to write there, if the fix names it: the line itself where it can be rewritten, else the call."""
+        """The code to write, if the fix contains any: the rewritten line where possible, else the call."""
         found = _EXPRESSION.search(self.incident.fix)
         if found is None:
             return ""
         origin = self.incident.origin
-        # The safe power helps where the power itself does not exist, not where a masked branch leaks.
+        # safe.pow helps where the power is undefined, not where the gradient of a masked branch is NaN.
         is_apt = origin.name != "pow" or self.incident.cause.label != "masked_branch_gradient"
         line = (rewritten(origin.code or "", origin.name or "") if is_apt else "") or found[1].replace(
             "safetrain.safe.", "safe."
@@ -130,15 +131,15 @@ class IncidentView:
 
     @property
     def advice(self) -> str:
-        """The fix without what was verified, which is said beside it."""
-        return _capital(shortened(self.incident.fix.partition(" Verified:")[0]))
+        """The fix without its verification, which is shown separately."""
+        return capitalised(shortened(self.incident.fix.partition(" Verified:")[0]))
 
     @property
     def proof(self) -> str:
-        """How the fix was tried, empty when nothing that was tried helped."""
-        said = self.incident.fix.partition(" Verified:")[2].strip()
-        if said:
-            return shortened(said)
+        """How the fix was verified, empty if no remedy helped."""
+        verified = self.incident.fix.partition(" Verified:")[2].strip()
+        if verified:
+            return shortened(verified)
         worked = next((remedy for remedy in self.incident.remedies if remedy.finite), None)
         return f"{shortened(worked.detail or worked.name)}: the step is finite" if worked else ""
 
@@ -158,11 +159,11 @@ class IncidentView:
 
     @property
     def shows_bad(self) -> bool:
-        """Whether some bars of the histograms are of values at which the result is bad."""
+        """Whether the histograms show values at which the result is bad."""
         shown = self.incident.origin.inputs
-        spreads = [operand.get("histogram") or {} for operand in shown]
+        histograms = [operand.get("histogram") or {} for operand in shown]
         return any(operand.get(key) for operand in shown for key in ("nan", "inf", "neg_inf")) or any(
-            spread.get("zeros_at_bad") or any(spread.get("at_bad") or ()) for spread in spreads
+            found.get("zeros_at_bad") or any(found.get("at_bad") or ()) for found in histograms
         )
 
     @property
@@ -173,19 +174,15 @@ class IncidentView:
 def view_of(
     incident: Incident, number: int, run_dir: Path, prefix: str = "", again: int = 0, with_plots: bool = True
 ) -> IncidentView:
-    """`prefix` keeps the anchors of two runs apart; `again` is the number of an earlier incident at the same place."""
+    """`prefix` makes the anchors of two compared runs unique; `again` is an earlier incident at the same place."""
     anchor = f"incident-{prefix}{number}"
     bundle = run_dir / "incidents" / incident.id
     command = f"safetrain replay {shlex.quote(str(bundle))}" if (bundle / "replay.pt").is_file() else ""
-    drawable = [operand for operand in incident.origin.inputs if with_plots and can_be_drawn(operand)]
+    drawable = [operand for operand in incident.origin.inputs if with_plots and is_drawable(operand)]
     plots = [
-        (operand["name"], spread(operand, f"{anchor}-{index}")) for index, operand in enumerate(drawable[:MAX_PLOTS])
+        (operand["name"], histogram(operand, f"{anchor}-{index}")) for index, operand in enumerate(drawable[:MAX_PLOTS])
     ]
     return IncidentView(incident, number, anchor, command, _listing(incident, bundle), plots, again)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
@@ -194,7 +191,7 @@ def shortened(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def _listing(incident: Incident, bundle: Path) -> list[SourceLine]:
-    """As it was when the incident happened, if it was kept; else as the file is now, if the line is still the same."""
+    """The source as saved with the incident; else from the file, if the line has not changed."""
     lines = _kept_listing(bundle / "report.md", incident.origin.line) or source_lines(incident, context=4)[1:]
     found = [_NUMBERED.match(line) for line in lines]
     return [SourceLine(int(line[2]), shortened(line[3] or "", 400), line[1] == ">") for line in found if line]

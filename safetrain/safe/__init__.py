@@ -1,18 +1,18 @@
-"""Drop-in operations whose values and gradients stay finite at their own singular point.
+"""Drop-in operations whose values and gradients stay finite at their singularities.
 
     from safetrain import safe
     angle = safe.acos(safe.cosine_similarity(a, b))
 
-What holds for all of them:
+All of them:
 
-- Away from the singular point they are torch's operation: same bits, same gradient. Swapping one in changes no healthy number.
-- At the singular point the value is the documented one and the gradient is zero, also the gradient of the gradient. Finite
+- Away from the singularity they are bit-identical to torch's operation, also in the gradient.
+- At the singularity the value is the documented one and the gradient is zero, also the second derivative. Finite
   input gives finite values and gradients, except where a norm, a sum or a mean is itself too large for the dtype.
-- They repair what *finite* input does to the operation, and never hide bad input: NaN in gives NaN out, and ±Inf gives what
-  torch's operation gives. (The exception is -Inf in softmax and log_softmax, where it is the usual way to write a mask.)
+- They change results for *finite* input only and never hide bad input: NaN gives NaN, and ±Inf gives what torch's operation
+  gives. (The exception is -Inf in softmax and log_softmax, where it is the usual way to write a mask.)
 - Limits come from the dtype of the tensor, so float16, bfloat16, float32 and float64 all work, also under autocast.
   Integers become floats, as in torch.
-- No host reads and no branches on values, so compile, vmap and double backward work. The checks do read the host.
+- No device synchronisation and no branches on values, so compile, vmap and double backward work. The checks do synchronise.
 
 `docs/safe.md` has the table of values and gradients.
 """
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Forensics uses the functions above for its remedies, so it is imported only when asked for.
+    # Forensics imports the functions above, so it is imported lazily.
     if name == "find_bad_batches":
         return importlib.import_module("safetrain.forensics.scan").find_bad_batches
     raise AttributeError(f"module 'safetrain.safe' has no attribute {name!r}")

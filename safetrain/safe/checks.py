@@ -1,4 +1,4 @@
-"""Checks that say at once which tensor is bad, how much of it, and where. Each reads the host once when all is well."""
+"""Checks that report which tensor is non-finite, how many values, and where. Each synchronises with the device once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, UsageError
 from ..tensors.gradients import peak
 
-_SHOWN = 10  # parameters listed in an error message; the rest is counted
+_SHOWN = 10  # parameters listed in an error message; the others are counted
 
 
 def check_tensor(t: Tensor, name: str = "tensor") -> Tensor:
-    """Raise `NonFiniteError` with counts, first place and finite range if `t` holds NaN or Inf; else return `t` itself.
+    """Raise `NonFiniteError` with counts, first index and finite range if `t` contains NaN or Inf; else return `t` itself.
 
     >>> hidden = safe.check_tensor(torch.ones(2, 3), "hidden")
     """
@@ -28,8 +28,8 @@ def check_tensor(t: Tensor, name: str = "tensor") -> Tensor:
         return t
     raise NonFiniteError(
         f"{name} is not finite: {_describe(t)}.\n"
-        "To fix: find the operation that made it, with safetrain.forensics.investigate(model, loss_fn, batch) or by "
-        "check_tensor on what goes into it."
+        "To fix: find the operation that produced it, with safetrain.forensics.investigate(model, loss_fn, batch) or by "
+        "check_tensor on its inputs."
     )
 
 
@@ -53,8 +53,8 @@ def check_gradients(model: nn.Module, raise_on_bad: bool = True) -> list[Gradien
     """The parameters whose gradient is non-finite or missing; call it between `backward()` and `optimizer.step()`.
 
     Raises `NonFiniteError` naming the non-finite ones, and `UsageError` when there is no gradient at all; with
-    `raise_on_bad=False` everything is returned instead. Some missing gradients are never an error: a part of the model may be
-    unused in this step. Frozen parameters are not looked at. Changes nothing.
+    `raise_on_bad=False` everything is returned instead. Missing gradients alone are not an error: a part of the model may be
+    unused in this step. Frozen parameters are ignored. Changes nothing.
 
     >>> safe.check_gradients(torch.nn.Linear(2, 1), raise_on_bad=False)[0].kind
     'missing'
@@ -73,7 +73,7 @@ def check_gradients(model: nn.Module, raise_on_bad: bool = True) -> list[Gradien
         lines += [f"  - and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
         raise NonFiniteError(
             f"{len(bad)} of {len(gradients)} gradients are not finite:\n" + "\n".join(lines) + "\n"
-            "To fix: find the operation that made them, with safetrain.forensics.investigate(model, loss_fn, batch)."
+            "To fix: find the operation that produced them, with safetrain.forensics.investigate(model, loss_fn, batch)."
         )
     if raise_on_bad and learning and not gradients:
         raise UsageError("no parameter has a gradient. To fix: call loss.backward() before check_gradients.")
@@ -81,13 +81,13 @@ def check_gradients(model: nn.Module, raise_on_bad: bool = True) -> list[Gradien
 
 
 def _values(t: Tensor) -> Tensor:
-    """The numbers a tensor stores, as something that `aminmax` understands."""
+    """The stored numbers of a tensor (also sparse, complex or float8) in a form that `aminmax` supports."""
     t = t.detach()
     if t.layout is not torch.strided:
         t = _coalesced(t).values()
     if t.is_complex():
         return torch.view_as_real(t.resolve_conj())
-    return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t  # float8 has almost no operations
+    return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t  # float8 supports almost no operations
 
 
 def _coalesced(t: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _is_finite(t: Tensor) -> bool:
     values = _values(t)
     if not values.is_floating_point() or values.numel() == 0:
         return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # both ends show NaN
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN propagates to both
 
 
 def _describe(t: Tensor) -> str:
@@ -108,10 +108,10 @@ def _describe(t: Tensor) -> str:
     finite = torch.isfinite(values)
     counts = {"NaN": torch.isnan(values), "+Inf": values == math.inf, "-Inf": values == -math.inf}
     found = " and ".join(f"{int(where.sum())} {kind}" for kind, where in counts.items() if where.any())
-    place = torch.nonzero(~finite)[0]
-    first = float(values[tuple(place)])
-    if t.layout is not torch.strided:  # a place among the stored values is not yet a place in the tensor
-        place = torch.cat([_coalesced(t.detach()).indices()[:, place[0]], place[1:]])
+    index = torch.nonzero(~finite)[0]
+    first = float(values[tuple(index)])
+    if t.layout is not torch.strided:  # an index of the stored values, not of the tensor
+        index = torch.cat([_coalesced(t.detach()).indices()[:, index[0]], index[1:]])
     healthy = values[finite]
     span = "no finite values"
     if healthy.numel():
@@ -119,5 +119,5 @@ def _describe(t: Tensor) -> str:
         span = f"finite {kind} from {float(healthy.min()):.6g} to {float(healthy.max()):.6g}"
     return (
         f"{found} of {values.numel()} values, shape {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}, "
-        f"first bad index {tuple(place.tolist())} ({first}), {span}"
+        f"first bad index {tuple(index.tolist())} ({first}), {span}"
     )

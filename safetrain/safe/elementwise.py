@@ -1,6 +1,6 @@
 """Safe variants of elementwise operations.
 
-Each replaces the *input* at the singular places by a harmless constant before the operation, and selects the documented value
+Each replaces the *input* at singular elements by a harmless constant before the operation, and selects the documented value
 after it. Selecting alone is not enough: the backward pass of `where(x > 0, x.sqrt(), 0)` still multiplies 0 by Inf.
 """
 
@@ -61,7 +61,7 @@ def div(x: Tensor | float, y: Tensor | float, fill: float = 0.0, eps: float | No
 def _div_by_tensor(x: Tensor | float, y: Tensor, fill: float, eps: float | None) -> Tensor:
     dtype = result_dtype(x, y)
     x0, y0 = x.detach() if isinstance(x, Tensor) else x, y.detach()
-    # A bad numerator stays visible: Inf/1 and NaN/1 are what they were.
+    # A bad numerator stays visible: Inf/1 is Inf, NaN/1 is NaN.
     x_is_finite = torch.isfinite(x0) if isinstance(x0, Tensor) else math.isfinite(x0)
     singular = y0.to(dtype).abs() < floor_of(dtype, eps)
     divisor = torch.where(singular, 1, y0)
@@ -69,20 +69,20 @@ def _div_by_tensor(x: Tensor | float, y: Tensor, fill: float, eps: float | None)
     overflow = torch.isinf(plain) & x_is_finite
     steep = torch.isinf(plain / divisor)
     if not isinstance(x, Tensor):
-        steep = steep | torch.isinf(1 / divisor / divisor)  # torch goes by the reciprocal and its derivative
+        steep = steep | torch.isinf(1 / divisor / divisor)  # torch computes this by the reciprocal and its derivative
     steep = is_finite_and(steep, plain)
-    learning = x / torch.where(singular | overflow | steep, 1, y)
+    with_gradient = x / torch.where(singular | overflow | steep, 1, y)
     with_y_fixed = x / torch.where(steep, y0, 1)
-    quotient = torch.where(overflow, _saturated(plain), torch.where(steep, with_y_fixed, learning))
+    quotient = torch.where(overflow, _saturated(plain), torch.where(steep, with_y_fixed, with_gradient))
     return torch.where(singular & x_is_finite, fill, quotient)
 
 
 def pow(x: Tensor | float, exponent: Tensor | float, fill: float = 0.0) -> Tensor:
     """`torch.pow`, also where the power or its derivative does not exist; the gradient is zero there.
 
-    Zero to an exponent between 0 and 1 is zero. Zero to a negative exponent (as for `safe.div`, numbers without a reciprocal count as zero), and a negative
-    base with a fractional exponent, give `fill`. A power that is too large for the dtype becomes its largest number. A base of
-    zero or less passes no gradient to the exponent. Integers become floats.
+    Zero to an exponent between 0 and 1 is zero. Zero to a negative exponent (as for `safe.div`, numbers without a reciprocal
+    count as zero), and a negative base with a fractional exponent, give `fill`. A power that is too large for the dtype becomes
+    its largest number. A base of zero or less gives the exponent no gradient. Integers become floats.
 
     >>> safe.pow(torch.tensor([0.0, -8.0, 4.0]), 0.5)
     tensor([0., 0., 2.])
@@ -116,7 +116,7 @@ def _pow_of_number(x: float, exponent: Tensor) -> Tensor:
 
 
 def _pow_of_tensors(x: Tensor, exponent: Tensor, fill: float) -> Tensor:
-    """Both may learn, so each place is one of four: neither can learn there, only the exponent, only the base, or both."""
+    """At each element neither operand has a finite gradient, only the exponent, only the base, or both."""
     x0, e0 = x.detach(), exponent.detach()
     plain = torch.pow(x0, e0)
     to_base = torch.where(e0 == 0, 0.0, e0 * torch.pow(x0, e0 - 1))
@@ -124,10 +124,10 @@ def _pow_of_tensors(x: Tensor, exponent: Tensor, fill: float) -> Tensor:
     finite = torch.isfinite(x0) & torch.isfinite(e0)
     dtype = result_dtype(x, exponent)
     undefined = finite & (torch.isnan(plain) | ((x0.to(dtype).abs() < floor_of(dtype)) & (e0 < 0)))
-    base_learns, exponent_learns = torch.isfinite(to_base), torch.isfinite(to_exponent) & (x0 > 0)
-    neither = undefined | (finite & (torch.isinf(plain) | ~(base_learns | exponent_learns)))
-    only_exponent = finite & ~neither & ~base_learns
-    only_base = finite & ~neither & ~exponent_learns
+    base_ok, exponent_ok = torch.isfinite(to_base), torch.isfinite(to_exponent) & (x0 > 0)
+    neither = undefined | (finite & (torch.isinf(plain) | ~(base_ok | exponent_ok)))
+    only_exponent = finite & ~neither & ~base_ok
+    only_base = finite & ~neither & ~exponent_ok
     both = ~(neither | only_exponent | only_base)
 
     power = torch.pow(torch.where(both, x, 1.0), exponent)
@@ -148,7 +148,7 @@ def exp(x: Tensor) -> Tensor:
     tensor([1.0000e+00, 3.4028e+38])
     """
     x = as_real(x, "exp")
-    # Asking the operation itself is exact for every dtype, device and autocast setting; a rounded log(max) is not.
+    # Running the operation is exact for every dtype, device and autocast setting; comparing with a rounded log(max) is not.
     plain = torch.exp(x.detach())
     overflow = is_finite_and(torch.isinf(plain), x)
     return torch.where(overflow, _saturated(plain), torch.exp(torch.where(overflow, 0.0, x)))

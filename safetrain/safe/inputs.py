@@ -1,4 +1,4 @@
-"""What the safe operations accept."""
+"""Argument checks and conversions of the safe operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_real(x: Tensor, function: str) -> Tensor:
 
 
 def as_mask(mask: Tensor, function: str) -> Tensor:
-    """`mask` as booleans, True where an element takes part. Floats are refused: they may be weights or an additive mask."""
+    """`mask` as booleans, True where an element is used. Floats are refused: they may be weights or an additive mask."""
     if mask.is_floating_point() or mask.is_complex():
         raise UsageError(
             f"safe.{function} takes a boolean mask, True where an element takes part, but got {mask.dtype}. "
@@ -42,8 +42,8 @@ def _without_numbers(x: Tensor | float) -> Tensor | float:
 def floor_of(dtype: torch.dtype, eps: float | None = None) -> float:
     """`eps`, but at least the smallest number of the dtype with a reciprocal: 1e-8 is 0 in float16.
 
-    That is the smallest normal number, because smaller ones overflow or are flushed to zero on some devices. In float16 subnormal
-    numbers are everyday probabilities and never flushed; the smallest with a finite reciprocal lies among them.
+    That is the smallest normal number, because smaller ones overflow or are flushed to zero on some devices. In float16
+    subnormal numbers are common probabilities and never flushed; the smallest with a finite reciprocal is one of them.
     """
     tiny = 2**-16 + 2**-24 if dtype is torch.float16 else torch.finfo(dtype).tiny
     return tiny if eps is None else max(eps, tiny)
@@ -55,5 +55,5 @@ def broadcast(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_finite_and(condition: Tensor, x: Tensor) -> Tensor:
-    """Where `condition` holds for a finite `x`: the places to repair. NaN and Inf are not ours to hide."""
+    """Where `condition` holds and `x` is finite: the elements to replace. NaN and Inf in the input must stay visible."""
     return condition & torch.isfinite(x)

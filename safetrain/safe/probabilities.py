@@ -17,8 +17,8 @@ from .reductions import masked_mean
 def softmax(x: Tensor, dim: int = -1, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.softmax` over the elements where `mask` is True; the others get zero with gradient zero, also in a row without any True.
 
-    An element of -Inf counts as masked out. `mask` broadcasts to `x`. True means that an element takes part, as in
-    `scaled_dot_product_attention` and unlike `key_padding_mask`. What is masked out is not looked at, even if it is NaN.
+    An element of -Inf counts as masked. `mask` broadcasts to `x`. True means that an element is used, as in
+    `scaled_dot_product_attention` and unlike `key_padding_mask`. Masked elements are ignored, even NaN.
 
     >>> safe.softmax(torch.zeros(2, 2), mask=torch.tensor([[True, True], [False, False]]))
     tensor([[0.5000, 0.5000],
@@ -29,7 +29,7 @@ def softmax(x: Tensor, dim: int = -1, mask: Tensor | None = None, dtype: torch.d
 
 
 def log_softmax(x: Tensor, dim: int = -1, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.log_softmax` over the elements where `mask` is True; the others get what `safe.log` makes of a probability of zero.
+    """`torch.log_softmax` over the elements where `mask` is True; the others get `safe.log` of a probability of zero.
 
     That value, log(tiny) of the dtype, is finite, so that `p * log_p` is zero instead of NaN. Masks work as in `safe.softmax`.
 
@@ -75,7 +75,7 @@ def bce(
     input = torch.where(kept, input, 0.5)
     target = torch.where(kept, target, 0).to(input.dtype)
     if from_logits:
-        if mask is None and input.numel():  # torch's own mean has a gradient of its own
+        if mask is None and input.numel():  # torch's mean has its own backward; keep it bit-identical
             return F.binary_cross_entropy_with_logits(input, target, weight, reduction=reduction, pos_weight=pos_weight)
         loss = F.binary_cross_entropy_with_logits(input, target, weight, reduction="none", pos_weight=pos_weight)
     else:
@@ -97,7 +97,7 @@ def _bce_of_probabilities(p: Tensor, target: Tensor) -> Tensor:
 def _masked_scores(
     x: Tensor, dim: int, mask: Tensor | None, dtype: torch.dtype | None, function: str
 ) -> tuple[Tensor, Tensor]:
-    """Scores with -Inf where masked out, but zeros in rows where everything is, and the mask of the elements that are kept."""
+    """Scores with -Inf where masked, or zeros in rows that are masked entirely; and the mask of the elements that are kept."""
     x = as_real(x, function)
     x = x if dtype is None else x.to(dtype)
     kept = x != -math.inf

@@ -1,4 +1,4 @@
-"""Safe variants of norms, means and spreads: zero vectors, single elements, empty selections, squares that over- or underflow."""
+"""Safe variants of norms, means and standard deviations: zero vectors, single elements, empty selections, squares that over- or underflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Dims = int | tuple[int, ...] | list[int] | None
 def norm(x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """`torch.norm` of vectors (`torch.linalg.vector_norm`), but with gradient zero at the zero vector, also for the second derivative.
 
-    Where only the powers inside over- or underflow and the norm itself fits the dtype, it is computed on a scaled vector. The norm
+    Where only the powers over- or underflow and the norm itself fits the dtype, it is computed on a scaled vector. The norm
     of no elements is zero. `p` is positive and may be `math.inf`.
 
     >>> safe.norm(torch.tensor([[0.0, 0.0], [3e30, 4e30]]), dim=1)
@@ -39,7 +39,7 @@ def std(
 ) -> Tensor:
     """`torch.std`, but zero with gradient zero when there are too few elements, or when they are all equal.
 
-    Where only the squares inside over- or underflow, it is computed on scaled elements. `correction` overrides `unbiased`.
+    Where only the squares over- or underflow, it is computed on scaled elements. `correction` overrides `unbiased`.
 
     >>> safe.std(torch.tensor([[5.0], [7.0]]), dim=1)
     tensor([0., 0.])
@@ -54,7 +54,7 @@ def std(
 def masked_mean(x: Tensor, mask: Tensor, dim: Dims = None, keepdim: bool = False, empty: float = 0.0) -> Tensor:
     """Mean of the elements where `mask` is True; `empty` with gradient zero where there are none.
 
-    Elements that are masked out are not looked at: NaN in the padding stays there. `x` and `mask` broadcast.
+    Masked elements are ignored: NaN in the padding has no effect. `x` and `mask` broadcast.
 
     >>> safe.masked_mean(torch.tensor([[1.0, 3.0], [9.0, 9.0]]), torch.tensor([[True, True], [False, False]]), dim=1)
     tensor([2., 0.])
@@ -85,7 +85,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int | None = None, eps: float
     """`torch.nn.functional.cosine_similarity`, but zero with gradient zero for both where one norm is below `eps` (default: the
     dtype's smallest number with a reciprocal).
 
-    `dim` is torch's 1 unless given, or the only dimension of a vector. Rounding may exceed ±1 as in torch; `safe.acos` takes that.
+    `dim` is torch's 1 unless given, or the only dimension of a vector. Rounding may exceed ±1 as in torch, which `safe.acos` accepts.
 
     >>> safe.cosine_similarity(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     tensor([0.7071, 0.0000])
@@ -100,7 +100,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int | None = None, eps: float
 def _rescaled(statistic: Callable[[Tensor, bool], Tensor], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     """A statistic with f(x) = s f(x/s), computed with s = max |x| where it over- or underflows on x itself, else with s = 1.
 
-    Dividing and multiplying by one changes no bit. As the statistic is homogeneous, a constant s gives the true gradient.
+    Dividing and multiplying by 1 is exact. As the statistic is homogeneous, a constant s gives the correct gradient.
     """
     plain = statistic(x.detach(), True)
     peak = _peak(x, dim, keepdim=True)

@@ -12,23 +12,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.verdict import Action, Decision, Verdict, merge
-from ..core.view import Limits, StepView
+from ..core.view import StepView
 from ..errors import UsageError
-from ..tensors import gradients
 from ..tensors.rng import RandomState
 from .measurement import Measurement
-
-if TYPE_CHECKING:
-    from ..trainer.trainer import SafeTrainer
+from .step import Step
 
 
 @dataclass
@@ -44,13 +40,24 @@ class Pending:
     """Tensors of the window that the step may have written to, with their values before it."""
 
 
-UNDONE = Verdict(Action.ROLLBACK, reason="undone by the rollback of a step before it")
+UNDONE = merge([("loop", Verdict(Action.ROLLBACK, reason="undone by the rollback of a step before it"))])
 
 
-class DeferredCommits:
-    def __init__(self, trainer: SafeTrainer) -> None:
-        self._trainer = trainer
-        self._every = trainer.config.loop.host_read_every
+class Late(NamedTuple):
+    """A step whose numbers have reached the host."""
+
+    view: StepView
+    decision: Decision
+    pending: Pending
+    was_bad: bool
+    """The device skipped its update."""
+
+
+class Deferral:
+    """What is done with steps whose numbers arrive is up to the caller: see `settle`. With `every` 1 nothing is deferred."""
+
+    def __init__(self, step: Step, every: int) -> None:
+        self._step, self._every = step, every
         self._pending: list[Pending] = []
         self._lr_scale = 1.0
         self._num_since_scale = 0
@@ -58,14 +65,17 @@ class DeferredCommits:
         the host sooner, before something is saved say, changes no number."""
         self._schedule: tuple[Any, list[dict[str, Any]]] | None = None
         self._last_view: StepView | None = None
-        self._check()
+        self.is_on = every > 1
+        if self.is_on:
+            self._check()
+            step.stateful["deferred"] = self
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
 
     def _check(self) -> None:
-        trainer, optimizer = self._trainer, self._trainer.optimizer
+        optimizer = self._step.optimizer
         fix = "To fix: set loop.host_read_every=1."
         fused = all(group.get("fused") for group in optimizer.param_groups)
         if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
@@ -74,114 +84,125 @@ class DeferredCommits:
                 f"{type(optimizer).__name__} was not made with fused=True.\nTo fix: use torch.optim.AdamW (or Adam, SGD) with "
                 "fused=True, or set loop.host_read_every=1."
             )
-        if trainer.engine.precision == "fp16":
+        if self._step.precision.name == "fp16":
             raise UsageError(f"loop.host_read_every={self._every} does not work with the fp16 loss scaler.\n{fix}")
-        if trainer.joint is not None:
+        if self._step.exchange.world_size > 1:
             raise UsageError(
                 f"loop.host_read_every={self._every} does not work with several processes: they agree on each step before it is "
                 f"applied.\n{fix}"
             )
-        for guard in trainer.guards:
+        for guard in self._step.guards:
             if getattr(guard.config, "drop_micro_batch", False):
                 raise UsageError(
                     f"loop.host_read_every={self._every} and guards.{guard.name}.drop_micro_batch exclude each other: a bad "
                     f"window is known too late to try it again.\n{fix}"
                 )
 
-    def __enter__(self) -> DeferredCommits:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, undone: Callable[[StepView, Decision, str], None] | None) -> None:
+        """`undone`: given if the run ended in an error, and pending steps are only to be recorded."""
+        if undone is not None:
+            pending, self._pending, self._step.num_pending = self._pending, [], 0
+            self._record(self._read(pending), undone)
         for name in ("found_inf", "grad_scale"):
-            self._trainer.optimizer.__dict__.pop(name, None)
-        if error is not None:
-            pending, self._pending = self._pending, []
-            for each in self._read(pending):
-                self._record(*each)
+            self._step.optimizer.__dict__.pop(name, None)
 
-    def commit(self, measurement: Measurement, limits: Limits, window: Sequence[Any]) -> bool:
+    def takes(self, window: Sequence[Any], measurement: Measurement) -> bool:
         """Apply the step unless it is non-finite, decided on the device. False: it must be judged on the host."""
-        trainer, optimizer = self._trainer, self._trainer.optimizer
-        if not self._can_decide_on_device():
-            if not self.settle():
-                return False
-            trainer._clear_gradients()  # they were computed with weights that are no longer there
-            self.tell_undone(trainer._view(measurement, limits))
-            return True
+        step = self._step
+        if not (self.is_on and self._can_decide_on_device()):
+            return False
         if not self._pending:
             self._remember_schedule()
-        known = {"step": trainer.step, "epoch": trainer.stream.epoch}
-        view_fields = {**known, "lrs": trainer.scheduled_lrs(), "limits": limits}
+        known = {
+            "step": step.index,
+            "epoch": step.history.epoch,
+            "lrs": step.schedule.lrs,
+            "limits": measurement.limits,
+        }
         bad = ~torch.isfinite(measurement.losses_and_norm()).all()
-        if (buffer_peak := trainer.transaction.buffer_peak()) is not None:
+        if (buffer_peak := step.transaction.buffer_peak()) is not None:
             bad = bad | ~torch.isfinite(buffer_peak)
-        gradients.clip(trainer._groups, trainer._parameters, limits, measurement.grad_norm, None)
-        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        with trainer.scaled_lr(self._lr_scale):
-            optimizer.step()
-        trainer.transaction.restore_where(bad)
-        trainer.advance_schedule()
-        if trainer.ema is not None:
-            trainer.ema.update(refused=bad)
-        trainer._clear_gradients()
-        transaction = trainer.transaction
-        self._pending.append(
-            Pending(
-                measurement,
-                bad,
-                view_fields,
-                self._lr_scale,
-                window,
-                transaction.random_state,
-                transaction.batch_before(),
-            )
+        step.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        step.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        step.update(measurement, None, self._lr_scale)
+        step.transaction.restore_where(bad)
+        step.advance(refused=bad)
+        transaction = step.transaction
+        pending = Pending(
+            measurement, bad, known, self._lr_scale, window, transaction.random_state, transaction.batch_before()
         )
+        self._pending.append(pending)
+        step.num_pending += 1
         self._num_since_scale += 1
+        return True
+
+    def settle_if_full(
+        self,
+        committed: Callable[[Late], None],
+        refused: Callable[[Late], Action],
+        undone: Callable[[StepView, Decision, str], None],
+    ) -> None:
+        """`settle` when there are `every` steps, and let the guards choose the next learning-rate scale."""
         if self._num_since_scale >= self._every:
             self._num_since_scale = 0
-            self.settle()
+            self.settle(committed, refused, undone)
             self._lr_scale = self._next_lr_scale()
-        return True
 
     def _can_decide_on_device(self) -> bool:
         """A bad learning rate is known here, and is none of the numbers that the device looks at. The momentum of SGD is made
         in a parameter's first step, out of uninitialised memory if that step is skipped on the device."""
-        groups, state = self._trainer.optimizer.param_groups, self._trainer.optimizer.state
-        if not all(map(math.isfinite, self._trainer.scheduled_lrs())):
+        groups, state = self._step.optimizer.param_groups, self._step.optimizer.state
+        if not all(map(math.isfinite, self._step.schedule.lrs)):
             return False
         return all(p.grad is None or state.get(p) for group in groups if group.get("momentum") for p in group["params"])
 
-    def settle(self) -> bool:
-        """Read the numbers of all pending steps in one transfer; judge, learn and tell, in their order.
+    def settle(
+        self,
+        committed: Callable[[Late], None],
+        refused: Callable[[Late], Action],
+        undone: Callable[[StepView, Decision, str], None],
+    ) -> bool:
+        """Read the numbers of all pending steps in one transfer, and give them to the functions in their order.
 
-        True: one of them made the run go back to an earlier state.
+        `refused` returns what was done about the step. `undone` is for steps that nobody judges any more, with their outcome:
+        those after a rollback, and all that are left when the run ends. True: one of them made the run go back.
         """
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._step.num_pending = self._pending, [], 0
         num_committed = 0
-        is_undone = False
+        went_back = False
         steps = iter(self._read(pending))
         try:
             for each, was_bad, values in steps:
                 view = self._last_view = self._view(each, values)
-                if is_undone:
-                    self.tell_undone(view)
+                if went_back:
+                    undone(view, UNDONE, "rollback")
                     continue
                 decision = self._decide(view, was_bad, each.lr_scale)
+                late = Late(view, decision, each, was_bad)
                 if decision.action is Action.COMMIT:
                     num_committed += 1
-                    self._committed(each, view, decision)
-                else:
-                    is_undone = self._refused(each, view, decision, was_bad)  # that has put the schedule right, too
+                    committed(late)
+                else:  # going back puts the schedule right, too
+                    for tensor, value in each.batch:
+                        with torch.no_grad():
+                            tensor.copy_(value)
+                    went_back = refused(late) is Action.ROLLBACK
         except BaseException:
-            for step in steps:  # the run ends; these were done all the same
-                self._record(*step)
+            self._record(steps, undone)
             raise
-        if num_committed < len(pending) and not is_undone:
+        if num_committed < len(pending) and not went_back:
             self._redo_schedule(num_committed)
-        return is_undone
+        return went_back
+
+    def _record(
+        self,
+        steps: Iterable[tuple[Pending, bool, dict[str, Any]]],
+        undone: Callable[[StepView, Decision, str], None],
+    ) -> None:
+        for each, was_bad, values in steps:
+            action = Action.SKIP if was_bad else Action.COMMIT
+            verdict = Verdict(action, reason="done on the device; the run ended before its numbers were judged")
+            undone(self._view(each, values), merge([("loop", verdict)]), str(action))
 
     def _read(self, pending: Sequence[Pending]) -> list[tuple[Pending, bool, dict[str, Any]]]:
         if not pending:
@@ -196,57 +217,24 @@ class DeferredCommits:
         return read
 
     def _view(self, each: Pending, values: dict[str, Any]) -> StepView:
-        trainer = self._trainer
-        return StepView(**each.view_fields, **values, **trainer.run.history(False), bad_state=trainer.audit.bad_state)
+        step = self._step
+        return StepView(**each.view_fields, **values, **step.history.view_fields(), bad_state=step.audit.bad_state)
 
-    def _committed(self, each: Pending, view: StepView, decision: Decision) -> None:
-        trainer = self._trainer
-        trainer._remember_good(each.window, view.loss)
-        trainer.committed(view, decision)
+    @staticmethod
+    def too_late(decision: Decision) -> Decision | None:
+        """What guards refuse of a step that was applied before its numbers were read; None if they refuse nothing."""
         refusals = [(name, verdict) for name, verdict in decision.verdicts.items() if verdict.action is Action.SKIP]
-        if refusals:
-            late = (
-                f"the step was applied before its numbers were read (loop.host_read_every={self._every}), so it could not be "
-                "skipped; only what is not finite is skipped in time"
-            )
-            incident = trainer.run.open_incident(view, merge(refusals))
-            incident.decision.action = str(Action.COMMIT)
-            incident.decision.reasons = [*incident.decision.reasons, late]
-            trainer.run.keep(incident)
-            trainer.on_incident(incident)
+        return merge(refusals) if refusals else None
 
-    @torch.no_grad()
-    def _refused(self, each: Pending, view: StepView, decision: Decision, was_bad: bool) -> bool:
-        trainer = self._trainer
-        if decision.action is Action.STOP and not was_bad:  # the weights have it in them
-            trainer.run.stepped(view, decision, "commit")
-            told = Verdict(
-                reason=f"the step was applied before its numbers were read (loop.host_read_every={self._every})"
-            )
-            decision = merge([*decision.verdicts.items(), ("loop", told)])
-            trainer.resolve_between_steps(view, decision)
-        for tensor, value in each.batch:
-            tensor.copy_(value)
-        action = trainer.refused(view, decision, each.window, each.random_state, is_late=True)
-        return action is Action.ROLLBACK
-
-    def _record(self, each: Pending, was_bad: bool, values: dict[str, Any]) -> None:
-        """What was done on the device, when nobody is asked any more."""
-        action = Action.SKIP if was_bad else Action.COMMIT
-        verdict = Verdict(action, reason="done on the device; the run ended before its numbers were judged")
-        trainer = self._trainer
-        trainer.run.stepped(self._view(each, values), merge([("loop", verdict)]), str(action))
-
-    def tell_undone(self, view: StepView) -> None:
-        """A step was computed with weights that a rollback has taken away."""
-        trainer = self._trainer
-        trainer.run.stepped(view, merge([("loop", UNDONE)]), "rollback")
+    @property
+    def too_late_reason(self) -> str:
+        return f"the step was applied before its numbers were read (loop.host_read_every={self._every})"
 
     def _next_lr_scale(self) -> float:
         view = self._last_view
         assert view is not None
-        after = dataclasses.replace(view, step=view.step + 1, **self._trainer.run.history(False))
-        return merge((guard.name, guard.verdict(after)) for guard in self._trainer.guards).lr_scale
+        after = dataclasses.replace(view, step=view.step + 1, **self._step.history.view_fields())
+        return merge((guard.name, guard.verdict(after)) for guard in self._step.guards).lr_scale
 
     def state_dict(self) -> dict[str, Any]:
         return {"lr_scale": self._lr_scale, "num_since_scale": self._num_since_scale}
@@ -256,7 +244,7 @@ class DeferredCommits:
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
-        decision = self._trainer._judge(view).undoubted  # a doubt is settled by a look at the step, which is gone
+        decision = self._step.judge(view).undoubted  # a doubt is settled by a look at the step, which is gone
         if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
             verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})
@@ -266,7 +254,7 @@ class DeferredCommits:
         return Decision(decision.action, lr_scale, decision.verdicts)
 
     def _remember_schedule(self) -> None:
-        scheduler, groups = self._trainer.scheduler, self._trainer.optimizer.param_groups
+        scheduler, groups = self._step.schedule.scheduler, self._step.optimizer.param_groups
         if scheduler is not None:
             # Not only the learning rate: some schedules move the momentum too.
             settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -277,8 +265,8 @@ class DeferredCommits:
         if self._schedule is None:
             return
         state, settings = self._schedule
-        self._trainer.scheduler.load_state_dict(state)
-        for group, values in zip(self._trainer.optimizer.param_groups, settings, strict=False):
+        self._step.schedule.load_state_dict(state)
+        for group, values in zip(self._step.optimizer.param_groups, settings, strict=False):
             for key, value in values.items():
                 if isinstance(group[key], Tensor):
                     group[key].copy_(
@@ -287,4 +275,4 @@ class DeferredCommits:
                 else:
                     group[key] = value
         for _ in range(num_committed):
-            self._trainer.advance_schedule()
+            self._step.schedule.step()

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.view import UNBOUNDED
+
 
 class Measurement:
     """Losses, gradient norm, guards' signals and metrics of one step, in one small vector."""
+
+    limits = UNBOUNDED
+    """Bounds that the gradient will be clipped to."""
 
     def __init__(
         self,
@@ -35,8 +40,12 @@ class Measurement:
         numbers += [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
         self.vector = _pack(numbers, grad_norm.device)
 
+    def read(self) -> dict[str, Any]:
+        """The numbers on the host, in one transfer, under the names that `StepView` gives them."""
+        return self.unpack(self.vector.tolist())
+
     def losses_and_norm(self) -> Tensor:
-        """The numbers that must be finite for the step to be applied; their sum is finite only if each is."""
+        """The numbers that must be finite for the step to be applied."""
         return self.vector[: self.num_losses + 1]
 
     def unpack(self, numbers: Sequence[float]) -> dict[str, Any]:

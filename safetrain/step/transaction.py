@@ -36,7 +36,7 @@ class Transaction:
         """`parameters`: those that a step may write to beside the model's."""
         self._roots = {"": model}
         self._extra_parameters = list(parameters)
-        self.born_bad: set[str] = set()
+        self.nonfinite_by_design: set[str] = set()
         """Buffers, and parameters that are not trained, that held NaN or Inf when they came to be: sentinels, masks and
         observers do so on purpose."""
         self._known: set[str] = set()
@@ -55,7 +55,7 @@ class Transaction:
         """Copies of all parameters, during the first step."""
         self._is_first_step = True
         self._find_modules()
-        self._mark_born_bad(p for p in self._parameters.items() if not p[1].requires_grad)
+        self._mark_nonfinite_by_design(p for p in self._parameters.items() if not p[1].requires_grad)
         self.begin()
 
     def include(self, modules: Iterable[nn.Module]) -> None:
@@ -65,7 +65,7 @@ class Transaction:
         for index, module in enumerate(others):
             self._roots["<loss>" if len(others) == 1 else f"<loss {index}>"] = module
         self._find_modules()
-        self._mark_born_bad(p for p in self._parameters.items() if not p[1].requires_grad)
+        self._mark_nonfinite_by_design(p for p in self._parameters.items() if not p[1].requires_grad)
         self.begin()
 
     def _find_modules(self) -> None:
@@ -100,7 +100,7 @@ class Transaction:
         )
         if (has_buffers or self._buffers.tensors) and self._buffers.take(_tensors(self._contents)):
             named = self._named_buffers(self._contents)
-            self._mark_born_bad(named)
+            self._mark_nonfinite_by_design(named)
             self._watched = [(path, buffer) for path, buffer in named if self._is_watched(path, buffer)]
             self._watched_tensors = [buffer for _, buffer in self._watched]
         if self._weights.tensors:
@@ -288,8 +288,8 @@ class Transaction:
     def exempt_bad_buffers(self) -> list[str]:
         """No longer watch the buffers that are not finite now; their names."""
         names = [path for path, buffer in self.buffers_now() if not _is_finite(buffer)]
-        self.born_bad.update(names)
-        self._watched = [(path, buffer) for path, buffer in self._watched if path not in self.born_bad]
+        self.nonfinite_by_design.update(names)
+        self._watched = [(path, buffer) for path, buffer in self._watched if path not in self.nonfinite_by_design]
         self._watched_tensors = [buffer for _, buffer in self._watched]
         return names
 
@@ -307,7 +307,7 @@ class Transaction:
         return [(name, value(weight)) for name, weight in weights if self._is_watched(name, weight)]
 
     def _is_watched(self, path: str, tensor: Tensor) -> bool:
-        return (tensor.is_floating_point() or tensor.is_complex()) and path not in self.born_bad
+        return (tensor.is_floating_point() or tensor.is_complex()) and path not in self.nonfinite_by_design
 
     def _named_buffers(self, contents: Sequence[Mapping[str, Tensor | None]]) -> list[tuple[str, Tensor]]:
         return [
@@ -318,10 +318,10 @@ class Transaction:
             if buffer is not None
         ]
 
-    def _mark_born_bad(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def _mark_nonfinite_by_design(self, named: Iterable[tuple[str, Tensor]]) -> None:
         new = [(name, tensor) for name, tensor in named if name not in self._known]
         self._known.update(name for name, _ in new)
-        self.born_bad.update(name for name, tensor in new if not _is_finite(tensor))
+        self.nonfinite_by_design.update(name for name, tensor in new if not _is_finite(tensor))
 
 
 def _tensors(contents: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:

@@ -1,31 +1,47 @@
-"""Who hears about a run: journal, console, TensorBoard, trackers."""
+"""What is logged about a run, and where: journal, console, TensorBoard, trackers, and sinks of your own."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
-from ..config.schema import Config
+from ..config.schema import Config, Target
+from ..config.targets import instantiate
 from ..core.rundir import JOURNAL
+from ..errors import ConfigError
 from .journal import Journal, JournalFile
 from .sink import ResumePoint, Sink, StepRecord, Telemetry
 from .vitals import Vitals
 
-__all__ = ["JournalFile", "ResumePoint", "StepRecord", "Telemetry", "open_telemetry"]
+__all__ = ["JournalFile", "ResumePoint", "Sink", "StepRecord", "Telemetry", "Vitals", "open_telemetry"]
 
 
-def open_telemetry(config: Config, run_dir: Path, resume: ResumePoint | None) -> tuple[Telemetry, JournalFile]:
-    """The sinks the config asks for, and the file of the journal."""
+def open_telemetry(
+    config: Config, config_text: str, run_dir: Path, resume: ResumePoint | None
+) -> tuple[Telemetry, JournalFile]:
+    """The sinks the config asks for, and the file of the journal. `config_text` is the config as YAML."""
     if trackers := list(config.logging.trackers):
         from .trackers import check_available
 
         check_available(trackers)  # before anything is written
+    outside = [_outside_sink(node) for node in config.logging.sinks]
     journal = JournalFile(run_dir / JOURNAL, None if resume is None else resume.journal_position)
     sinks: list[Sink] = [Journal(journal), *_console(config)]
     if config.logging.tensorboard or trackers:
-        sinks += _curves(config, run_dir, resume)
+        sinks += _curves(config, config_text, run_dir, resume)
     before = resume or ResumePoint()
-    return Telemetry(sinks, config.loop.log_every, Vitals(before.num_skipped, before.num_rollbacks)), journal
+    vitals = Vitals(before.num_skipped, before.num_rollbacks)
+    return Telemetry(sinks, config.loop.log_every, vitals, outside), journal
+
+
+def _outside_sink(node: Target) -> Sink:
+    sink = instantiate(node)
+    if not isinstance(sink, Sink):
+        raise ConfigError(
+            f"logging.sinks: {node['_target_']} is not a sink. To fix: derive it from safetrain.telemetry.Sink."
+        )
+    return sink
 
 
 def _console(config: Config) -> list[Sink]:
@@ -43,18 +59,14 @@ def _console(config: Config) -> list[Sink]:
     return [Console(config.loop.log_every)]
 
 
-def _curves(config: Config, run_dir: Path, resume: ResumePoint | None) -> list[Sink]:
-    from dataclasses import asdict
-
-    from ..config import to_yaml
-
-    settings = asdict(config)
+def _curves(config: Config, config_text: str, run_dir: Path, resume: ResumePoint | None) -> list[Sink]:
+    settings = dataclasses.asdict(config)
     sinks: list[Sink] = []
     if config.logging.tensorboard:
         from .environment import environment
         from .tensorboard import TensorBoard, fenced, table
 
-        texts = {"run/config": fenced(to_yaml(config), "yaml"), "run/environment": table(environment())}
+        texts = {"run/config": fenced(config_text, "yaml"), "run/environment": table(environment())}
         sinks.append(TensorBoard(run_dir, settings, texts, resume))
     if config.logging.trackers:
         from .trackers import Tracker

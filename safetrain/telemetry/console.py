@@ -1,4 +1,4 @@
-"""For a person watching: progress, incidents, and a summary. Live on a terminal, plain lines elsewhere."""
+"""Progress, incidents and a summary for people. Live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sink import Sink, StepRecord
 from .vitals import STATUS, Vitals
 
 STYLES = {"commit": "yellow", "skip": "yellow"}
-"""Of incidents that training survives without going back; the others are red."""
+"""Styles of incidents that training survives without a rollback; the others are red."""
 
 
 class _Output(RichConsole):
@@ -29,7 +29,7 @@ class _Output(RichConsole):
 
 
 def open_output(is_terminal: bool) -> RichConsole:
-    """Standard output. Where nobody watches no control code is written, whatever the environment says."""
+    """Standard output. Without a terminal no control code is written, whatever the environment says."""
     return _Output(
         file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=is_terminal, no_color=not is_terminal or None
     )
@@ -41,14 +41,14 @@ def is_watched() -> bool:
 
 
 class Console(Sink):
-    """One line per `loop.log_every` steps, and everything else as it comes."""
+    """One line per `loop.log_every` steps, and everything else as it happens."""
 
     def __init__(self, log_every: int, is_terminal: bool = False) -> None:
         self._out = open_output(is_terminal)
         self._log_every = log_every
         self._run_dir: Path | None = None
         self._explained: set[tuple[Any, ...]] = set()
-        """Places in the source whose incidents were shown at length."""
+        """Places in the source whose incidents were already shown in full."""
 
     def _say(self, text: str | Text, style: str | None = None) -> None:
         encoding = self._out.encoding
@@ -56,7 +56,7 @@ class Console(Sink):
             text = Text(text, style or "")
         if not encoding.lower().startswith("utf"):  # a terminal that only knows ASCII, say
             text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
-        # On a terminal what has no label is broken at words; elsewhere, and where something is to be copied, nothing is broken.
+        # On a terminal, text without a label wraps at words; commands to copy and output that is not a terminal never wrap.
         if not self._out.is_terminal:
             print(text.plain, file=self._out.file, flush=True)
             return
@@ -111,7 +111,7 @@ class Console(Sink):
 
 
 def step_cells(record: StepRecord, vitals: Vitals) -> list[str]:
-    """The parts of a line about a step."""
+    """The cells of the line about a step."""
     view, total = record.view, vitals.total_steps
     of = f"/{total}" if total is not None else ""
     cells = [
@@ -128,7 +128,7 @@ def step_cells(record: StepRecord, vitals: Vitals) -> list[str]:
 
 
 def lr_text(record: StepRecord) -> str:
-    """The learning rate that is applied, and how much lower than scheduled it is."""
+    """The applied learning rate, and its scale if that is not 1."""
     scale = record.decision.lr_scale
     return f"{record.view.lr * scale:.2e}" + (f" (backed off x{scale:.2g})" if scale != 1.0 else "")
 
@@ -150,7 +150,7 @@ def health_text(vitals: Vitals) -> str:
 
 
 def coloured(line: str, style: str) -> Text:
-    """A line of a block: its label or, if it has none to its left, its title; the blamed line of the source stands out."""
+    """A line of a block with its label or title coloured, and the blamed line of the source in bold."""
     if line.lstrip().startswith("> "):
         return Text(line, "bold")
     if line[:1].strip():

@@ -1,8 +1,7 @@
 """A file of events for TensorBoard.
 
-tensorboard's own writer hands each event to a thread, which opens the file, writes, and closes it. While training holds the
-interpreter that thread waits for it again and again, and takes it away in the middle of a step: a millisecond for each event.
-Written in place it is a tenth of that.
+tensorboard's own writer hands each event to a thread, which opens the file, writes, and closes it. That thread competes with
+training for the interpreter lock, in the middle of a step: a millisecond per event. Writing in place takes a tenth of that.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event: Any = Event
-        who = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        path = directory / f"events.out.tfevents.{int(time.time()):010d}.{who}{suffix}"
+        source = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        path = directory / f"events.out.tfevents.{int(time.time()):010d}.{source}{suffix}"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._records: Any = RecordWriter(self)  # length, content, and checksums of both
         self.add(Event(file_version="brain.Event:2"))

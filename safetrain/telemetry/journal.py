@@ -108,7 +108,7 @@ class Journal(Sink):
         self._write("eval", **metrics, best=is_best)
 
     def saving(self, step: int, num_committed: int) -> None:
-        # Before the state is gathered, which notes how far the journal goes: a resume from this checkpoint keeps the line.
+        # Before the state is gathered, which records the position in the journal: a resume from this checkpoint keeps the line.
         self._write("checkpoint", step=step, committed=num_committed)
 
     def sync(self) -> None:
@@ -119,6 +119,8 @@ class Journal(Sink):
         summary = result.summary()
         summary["incidents"] = len(result.incidents)
         self._write("end", **summary)
+
+    def close(self) -> None:
         if self._close:
             self._stream.close()
 
@@ -144,7 +146,7 @@ def _line(record: StepRecord) -> str:
 
 
 def _is_plain(record: StepRecord) -> bool:
-    """Nothing is to be said of it but the numbers that every step has, all of them finite: as of nearly every one."""
+    """It has only the numbers that every step has, all of them finite. True of nearly every step."""
     view = record.view
     return (
         record.is_ordinary

@@ -21,12 +21,12 @@ from .sink import StepRecord
 from .vitals import HEALTHY, RECOVERING, Vitals
 
 WIDE = 150
-"""Columns from which all fits into one line."""
+"""Columns from which everything fits into one line."""
 REDRAW_SECONDS = 0.5
 """Drawing takes a millisecond or two, so it is done twice a second."""
 GAP = "  "
 JOINED = "+"
-"""Begins the style of a cell that is not parted from the one before it."""
+"""Begins the style of a cell that follows the one before it without a gap."""
 Cell = tuple[str, str]
 """Text and style."""
 
@@ -44,7 +44,7 @@ class LiveConsole(Console):
     def started(self, about: Mapping[str, Any]) -> None:
         super().started(about)
         live = Live(self._line, console=self._out, auto_refresh=False, transient=True)
-        with contextlib.suppress(Exception):  # another one is active: this run then goes without
+        with contextlib.suppress(Exception):  # another one is active: this run then has none
             self._live = self._open.enter_context(live)
             self._open.enter_context(shown_by(self._progressed))
 
@@ -80,13 +80,13 @@ class LiveConsole(Console):
 
 
 class ProgressLine:
-    """Where the run is and how it is: one line on a wide terminal, two or three on a narrow one."""
+    """Position and health of the run: one line on a wide terminal, two or three on a narrow one."""
 
     def __init__(self) -> None:
         self.vitals: Vitals | None = None
         self.doing: str | None = None
         self.part = ""
-        """How far it has come with what it is doing."""
+        """Progress of what it is doing."""
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         width, vitals = options.max_width, self.vitals
@@ -136,7 +136,7 @@ def _speed(vitals: Vitals) -> list[Cell]:
 
 
 def _with_bar(before: list[Cell], after: list[Cell], vitals: Vitals, width: int, ascii_only: bool) -> list[Cell]:
-    """The cells with a bar between them that takes the room they leave, if it is known how long the run is."""
+    """The cells with a progress bar in the space between them, if the length of the run is known."""
     if not vitals.total_steps or vitals.last is None:
         return [*before, *after]
     share = min(vitals.last.num_committed / vitals.total_steps, 1.0)
@@ -150,7 +150,7 @@ def _with_bar(before: list[Cell], after: list[Cell], vitals: Vitals, width: int,
 
 
 def _flowing(cells: list[Cell], width: int) -> list[list[Cell]]:
-    """The cells in as many lines as they need."""
+    """The cells, wrapped into lines."""
     lines: list[list[Cell]] = [[]]
     for cell in cells:
         if lines[-1] and _length([*lines[-1], cell]) > width:

@@ -1,4 +1,4 @@
-"""The numbers of a step by the tags that TensorBoard and trackers show them under. NaN is a number like any other here."""
+"""The numbers of a step, by the tags of TensorBoard and trackers. NaN is logged like any other number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step_scalars(record: StepRecord, vitals: Vitals) -> dict[str, float]:
     }
     known = {"health/clip_fraction": vitals.clip_fraction, "perf/steps_per_second": vitals.steps_per_second}
     if len(vitals.recent_losses) >= 10:
-        values["health/loss_z"] = vitals.loss_z  # NaN is what it is for a NaN loss
+        values["health/loss_z"] = vitals.loss_z  # NaN for a NaN loss
     if view.loss_scale != 1.0:
         values |= {"precision/loss_scale": view.loss_scale, "precision/overflows": vitals.num_overflows}
     known |= {tag: gauge() for tag, gauge in vitals.gauges.items()}
@@ -73,7 +73,7 @@ def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool
 
 
 HYPERPARAMETERS = ("seed", "model", "data", "loss", "optimizer", "scheduler", "loop")
-"""Sections of a config that make the training what it is."""
+"""Sections of a config that define the training."""
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, float | str]:

@@ -1,16 +1,19 @@
-"""What can be told about a run, and to whom."""
+"""What sinks receive about a run, and the base class of a sink."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.incident import Incident
+from ..core.protocols import check_protocol
 from ..core.result import FitResult
 from ..core.verdict import Decision
 from ..core.view import StepView
@@ -20,23 +23,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLUSH_SECONDS = 0.25
-"""Steps are told in bunches: at the latest after so long, and always before anything else is told."""
-MAX_UNTOLD = 50
-"""Or when they are so many: more would be enough objects for Python's garbage collector to look at them, again and again."""
+"""Steps are handed to the sinks in batches: at the latest after this long, and always before anything else is."""
+MAX_PENDING = 50
+"""Or when there are this many: more would be enough objects for Python's garbage collector to visit them again and again."""
+
+PROTOCOL = {
+    "started": "started(self, about)",
+    "noted": "noted(self, text)",
+    "stepped": "stepped(self, records)",
+    "logged": "logged(self, record, vitals)",
+    "refreshed": "refreshed(self, vitals)",
+    "incident": "incident(self, incident)",
+    "rolled_back": "rolled_back(self, to_step, num_committed, source)",
+    "evaluated": "evaluated(self, metrics, is_best)",
+    "tensors": "tensors(self, values, step)",
+    "doing": "doing(self, what)",
+    "saving": "saving(self, step, num_committed)",
+    "sync": "sync(self)",
+    "finished": "finished(self, result)",
+    "close": "close(self)",
+}
 
 
 class StepRecord(NamedTuple):
-    """One decided step, as it is told to sinks."""
+    """One decided step, as sinks receive it."""
 
     view: StepView
     decision: Decision
     outcome: str
     """`commit`, `skip`, `rollback`, `stop`, or `overflow` (the fp16 scaler skipped it)."""
     num_committed: int
+    """Steps committed so far, this one included."""
 
     @property
     def loss(self) -> float:
-        """Of the first attempt: that of a repaired step is the bad one."""
+        """The loss of the first attempt: for a repaired step that is the bad one."""
         return self.view.loss if self.view.refused_loss is None else self.view.refused_loss
 
     @property
@@ -46,7 +67,7 @@ class StepRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the records of a run are taken up again; what they hold beyond is of steps that will be made again."""
+    """Where the records of a resumed run continue; what they hold beyond this point is of steps that will be run again."""
 
     step: int = 0
     journal_position: int = 0
@@ -55,29 +76,42 @@ class ResumePoint:
 
 
 class Sink:
-    """Receives everything; a subclass keeps what it wants."""
+    """Receives everything that happens in a run; a subclass defines the methods that it needs.
 
-    def started(self, about: Mapping[str, Any]) -> None: ...
+    Called in the first process only, one method at a time, from the thread that trains. `close` is called last, however the
+    run ends.
+    """
 
-    def noted(self, text: str) -> None: ...
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_protocol(cls, Sink, PROTOCOL)
+
+    def started(self, about: Mapping[str, Any]) -> None:
+        """`name`, `run_dir`, `parameters`, `device`, `precision`, `world_size`, `guards`, `total_steps`, and `resumed` of a resumed run."""
+
+    def noted(self, text: str) -> None:
+        """A sentence for whoever watches the run."""
 
     def stepped(self, records: Sequence[StepRecord]) -> None:
-        """Every step, in bunches."""
+        """Every step, in batches."""
 
     def logged(self, record: StepRecord, vitals: Vitals) -> None:
-        """One step of `loop.log_every`, and every one that did not go as usual; with how the run is at that step."""
+        """One step of `loop.log_every`, and every one that did not go as usual; with the state of the run at that step."""
 
     def refreshed(self, vitals: Vitals) -> None:
-        """How the run is now, a few times a second."""
+        """The state of the run now, a few times a second."""
 
-    def incident(self, incident: Incident) -> None: ...
+    def incident(self, incident: Incident) -> None:
+        """A step was refused, and this is what was found out and done."""
 
-    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None: ...
+    def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
+        """The state is that of an earlier step again. `source` is where it was kept."""
 
-    def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None: ...
+    def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
+        """The metrics of an evaluation, and `step`."""
 
     def tensors(self, values: Mapping[str, Tensor], step: int) -> None:
-        """Weights and gradients by name, before the update of this step."""
+        """Weights and gradients by name, before the update of this step; every `logging.histograms_every` steps."""
 
     def doing(self, what: str | None) -> None:
         """Something other than steps takes a while; None: it is over."""
@@ -86,103 +120,151 @@ class Sink:
         """A checkpoint of this moment is about to be written. If that fails, a note says so."""
 
     def sync(self) -> None:
-        """Whatever was told so far is to be on disk: a checkpoint of this moment is being written."""
+        """Everything received so far is to be on disk: a checkpoint of this moment is being written."""
 
-    def finished(self, result: FitResult) -> None: ...
+    def finished(self, result: FitResult) -> None:
+        """The run is over: `result.status` is done, paused, stopped, interrupted or error."""
+
+    def close(self) -> None:
+        """Release files and connections."""
 
 
 class Telemetry:
-    """Tells every sink. All that a step costs here is an entry in a list; what it says is written in bunches."""
+    """Passes everything to every sink. A step only appends to a list here; sinks receive steps in batches.
 
-    def __init__(self, sinks: Iterable[Sink] = (), log_every: int = 1, vitals: Vitals | None = None) -> None:
-        self.sinks = list(sinks)
+    `outside` are sinks of the user's: an error in one is logged once, and training goes on.
+    """
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink] = (),
+        log_every: int = 1,
+        vitals: Vitals | None = None,
+        outside: Iterable[Sink] = (),
+    ) -> None:
+        self._outside = list(outside)
+        self.sinks = [*sinks, *self._outside]
+        self._failed: list[Sink] = []
+        """Those of the user's whose error was reported."""
         self.vitals = Vitals() if vitals is None else vitals
         self.is_busy = False
         """Something other than steps is being done."""
         self._log_every = log_every
-        self._untold: list[StepRecord] = []
+        self._pending: list[StepRecord] = []
         self._has_news = False
-        """Steps were told since the last time that it was said how the run is."""
-        self._told_at = perf_counter()
+        """Steps were sent since the last `refreshed`."""
+        self._flushed_at = perf_counter()
 
     def stepped(self, record: StepRecord) -> None:
-        self._untold.append(record)
-        if perf_counter() - self._told_at > FLUSH_SECONDS:
+        self._pending.append(record)
+        if perf_counter() - self._flushed_at > FLUSH_SECONDS:
             self._flush()
-        elif len(self._untold) >= MAX_UNTOLD:
-            self._tell_steps()
+        elif len(self._pending) >= MAX_PENDING:
+            self._send_steps()
 
     def _flush(self) -> None:
-        self._told_at = perf_counter()
-        self._tell_steps()
+        self._flushed_at = perf_counter()
+        self._send_steps()
         if self._has_news:
             self._has_news = False
             self.vitals.mark_time()
-            self._tell("refreshed", self.vitals)
+            self._send("refreshed", self.vitals)
 
-    def _tell_steps(self) -> None:
-        records, self._untold = self._untold, []
+    def _send_steps(self) -> None:
+        records, self._pending = self._pending, []
         if not records:
             return
         self._has_news = True
-        self._tell("stepped", records)
+        self._send("stepped", records)
         for record in records:
             self.vitals.add(record)
             if record.view.step % self._log_every == 0 or not record.is_ordinary:
-                self._tell("logged", record, self.vitals)
+                self._send("logged", record, self.vitals)
 
     def started(self, about: Mapping[str, Any]) -> None:
         self.vitals.begin(about.get("total_steps"))
-        self._tell("started", about)
+        self._send("started", about)
 
     def noted(self, text: str) -> None:
         self._flush()
-        self._tell("noted", text)
+        self._send("noted", text)
 
     def incident(self, incident: Incident) -> None:
         self._flush()
-        self._tell("incident", incident)
+        self._send("incident", incident)
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         self._flush()
         self.vitals.rolled_back(num_committed)
-        self._tell("rolled_back", to_step, num_committed, source)
+        self._send("rolled_back", to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._flush()
-        self._tell("evaluated", metrics, is_best)
+        self._send("evaluated", metrics, is_best)
 
     def tensors(self, values: Mapping[str, Tensor], step: int) -> None:
-        self._tell("tensors", values, step)
+        self._send("tensors", values, step)
 
     def doing(self, what: str | None) -> None:
         self._flush()
         self.is_busy = what is not None
-        self._tell("doing", what)
+        self._send("doing", what)
 
     def saving(self, step: int, num_committed: int) -> None:
         self._flush()
-        self._tell("saving", step, num_committed)
+        self._send("saving", step, num_committed)
 
     def sync(self) -> None:
         self._flush()
-        self._tell("sync")
+        self._send("sync")
 
     def finished(self, result: FitResult) -> None:
-        self._flush()
-        self._tell("finished", result)
+        try:
+            self._flush()
+            self._send("finished", result)
+        finally:
+            self.close()
 
-    def _tell(self, what: str, *about: Any) -> None:
+    def close(self) -> None:
+        """Every sink, once. Nothing may be sent afterwards."""
+        sinks, self.sinks = self.sinks, []
+        with ExitStack() as stack:  # an error in one leaves none open
+            for sink in reversed(sinks):
+                stack.callback(self._send_to, sink, "close")
+
+    def _send(self, what: str, *about: Any) -> None:
         for sink in list(self.sinks):
-            try:
-                getattr(sink, what)(*about)
-            except BrokenPipeError:  # whoever read the output has gone; that is no reason to stop training
-                self.sinks.remove(sink)
+            self._send_to(sink, what, *about)
+
+    def _send_to(self, sink: Sink, what: str, *about: Any) -> None:
+        try:
+            getattr(sink, what)(*about)
+        except Exception as error:
+            if sink in self._outside:
+                self._report(sink, what, error)
+            elif isinstance(
+                error, BrokenPipeError
+            ):  # whoever read the output has gone; that is no reason to stop training
+                if sink in self.sinks:
+                    self.sinks.remove(sink)
                 _silence_output()
+            else:
+                raise
+
+    def _report(self, sink: Sink, what: str, error: Exception) -> None:
+        """Its first error only: a server that cannot be reached would fill the log, and may be there again later."""
+        if sink in self._failed:
+            return
+        self._failed.append(sink)
+        text = f"the sink {type(sink).__name__} raised in {what}: {type(error).__name__}: {error} (later errors of it are not reported)"
+        logging.getLogger("safetrain").warning("%s", text, exc_info=error)
+        if what not in ("finished", "close"):  # by then the journal has had its last line
+            for other in [each for each in self.sinks if each is not sink]:
+                self._send_to(other, "noted", text)
 
 
 def _silence_output() -> None:
-    """What is still written to the standard output goes nowhere, instead of failing when the process ends."""
+    """What is still written to standard output goes nowhere, instead of failing when the process ends."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What a run came to, in a few labelled lines."""
+"""The result of a run in a few labelled lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def headline(result: FitResult) -> str:
 
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
-    """Labels and texts; a row without a label goes on with the one before."""
+    """Labels and texts; a row without a label continues the one before."""
     return [
         *_best(result),
         *_incidents(result),
@@ -34,7 +34,7 @@ def summary_rows(result: FitResult) -> list[tuple[str, str]]:
 
 
 def next_commands(result: FitResult) -> list[tuple[str, str]]:
-    """What to run next, and what for."""
+    """Commands to run next, and their purpose."""
     run = result.run_dir
     if run is None:
         return []
@@ -71,8 +71,8 @@ def _incidents(result: FitResult) -> Iterator[tuple[str, str]]:
         for incident in incidents:
             outcome = _OUTCOMES[incident.decision.action]
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
-        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        yield "", f"{len(incidents)} x {kind}: {told}"
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        yield "", f"{len(incidents)} x {kind}: {counts}"
 
 
 _OUTCOMES = {

@@ -77,7 +77,7 @@ class TensorBoard(Sink):
         content = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._add(Summary(value=content), step)
 
-    # ---- what is told ------------------------------------------------------------------------------------------
+    # ---- what is received ------------------------------------------------------------------------------------------
 
     def started(self, about: Mapping[str, Any]) -> None:
         experiment, start, _ = self._hyperparameters()
@@ -127,11 +127,13 @@ class TensorBoard(Sink):
             final |= {f"run/best_{name}": v for name, v in result.best.items() if name != "step"}
         self._scalars(final, result.attempted)
         self._add(self._summary.text("health/summary", _summary_text(result)), result.attempted)
-        self._file.close()
         if not self._failed and (status := _session_status(result.status)) is not None:
-            self._write(self._tell_end, status)
+            self._write(self._write_end, status)
 
-    def _tell_end(self, status: Any) -> None:
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_end(self, status: Any) -> None:
         end = EventFile(self._directory, END)
         end.add_summary(status)
         end.close()

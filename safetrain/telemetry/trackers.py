@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.incident import Incident
-from ..core.result import FitResult
 from ..errors import UsageError
 from .scalars import eval_scalars, flat_settings, step_scalars
 from .sink import Sink, StepRecord
@@ -19,7 +18,7 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "aim": "
 
 
 class Tracker(Sink):
-    """One of accelerate's trackers. It is told what TensorBoard is, and its own settings come from its environment variables."""
+    """One of accelerate's trackers. It logs what TensorBoard does, and is set up by environment variables of its own."""
 
     def __init__(self, name: str, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         self.name = name
@@ -42,7 +41,7 @@ class Tracker(Sink):
     def _log(self, values: Mapping[str, float], step: int) -> None:
         self._tracker.log(dict(values), step=step)
 
-    def finished(self, result: FitResult) -> None:
+    def close(self) -> None:
         self._tracker.finish()
 
 

@@ -1,4 +1,4 @@
-"""How a run is at a moment: what the progress line, TensorBoard and trackers show of it."""
+"""The state of a run at one moment, as the progress line, TensorBoard and trackers show it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STATUS = ("healthy", "recovering", "refused", "rolled back", "stopped")
 _OF_OUTCOME = {"skip": REFUSED, "rollback": ROLLED_BACK, "stop": STOPPED}
 
 RECOVERY_STEPS = 100
-"""A run is said to recover for so many steps after a refusal."""
+"""A run counts as recovering for this many steps after a refusal."""
 RATE_SECONDS = 30.0
-"""What the throughput is a mean over."""
+"""The throughput is a mean over this time."""
 
 
 class Vitals:
-    """Running numbers over the steps of a run; told of each of them in order. Costs about a microsecond a step."""
+    """Running statistics over the steps of a run, which are added in order. Costs about a microsecond a step."""
 
     def __init__(self, num_skipped: int = 0, num_rollbacks: int = 0) -> None:
         self.num_skipped, self.num_rollbacks = num_skipped, num_rollbacks
@@ -34,7 +34,7 @@ class Vitals:
         self.last: StepRecord | None = None
         self.total_steps: int | None = None
         self.gauges: dict[str, Callable[[], float]] = {}
-        """Further numbers by their tag, asked for when something is logged; NaN: not known yet, left out."""
+        """Further numbers by their tag, called when something is logged; NaN: not known yet, left out."""
         self._grad_norms: deque[float] = deque(maxlen=500)
         self._clipped: deque[bool] = deque(maxlen=500)
         self.recent_losses = Recent(100)
@@ -60,7 +60,7 @@ class Vitals:
             else:
                 self.num_skipped += 1
                 self._last_refusal = view.step
-        # Without guards a step that is not finite is as ordinary as any.
+        # Without guards a non-finite step is committed like any other.
         if math.isfinite(loss):
             if record.is_ordinary:
                 self.recent_losses.add(loss)
@@ -82,7 +82,7 @@ class Vitals:
         while len(self._marks) > 2 and now - self._marks[0][0] > RATE_SECONDS:
             self._marks.popleft()
 
-    # ---- what follows from it ----------------------------------------------------------------------------------
+    # ---- derived from it ----------------------------------------------------------------------------------
 
     @property
     def status(self) -> int:
@@ -105,7 +105,7 @@ class Vitals:
 
     @property
     def seconds_left(self) -> float:
-        """NaN when that cannot be said."""
+        """NaN when it is not known."""
         if self.total_steps is None or self.last is None or not self.steps_per_second > 0:
             return math.nan
         return max(self.total_steps - self.last.num_committed, 0) / self.steps_per_second

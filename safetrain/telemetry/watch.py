@@ -1,4 +1,4 @@
-"""Looks at the weights around an update now and then: how far it moves them, and how they are distributed."""
+"""Samples the weights around an update: how far it moves them, and how they are distributed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from .sink import Telemetry
 
 SECONDS = 2.0
-"""Between two measurements of the update, which take about a millisecond."""
+"""Between two measurements of the update, each of which takes about a millisecond."""
 NUM_TENSORS, NUM_VALUES = 32, 1024
-"""Of how many tensors, and how many values of each, the update is estimated from."""
+"""The update is estimated from this many tensors, and this many values of each."""
 
 
 class UpdateRatio:
     """‖update‖ / ‖weights‖ over all trained parameters, estimated from a part of their values.
 
-    About 1e-3 is usual; much more and training is about to go astray, much less and it does not move.
+    About 1e-3 is usual; much more and training is about to diverge, much less and it does not move.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -57,7 +57,7 @@ class UpdateRatio:
         self._before, self._due_at = None, perf_counter() + SECONDS
 
     def _values(self) -> Tensor:
-        """Evenly spread over each tensor, in one vector of their own."""
+        """Values at even distances in each tensor, copied into one vector."""
         return torch.cat([tensor.detach().reshape(-1)[::stride].float() for tensor, stride in self._samples])
 
     def read(self) -> float:
@@ -69,7 +69,7 @@ class UpdateRatio:
 
 
 class Arriving:
-    """Numbers on their way from the device: nobody waits for them, so they are no host read that a step has to pay for."""
+    """Numbers on their way from the device. No step waits for them, so they cost no host read."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
@@ -112,7 +112,7 @@ def watching(
     step: Callable[[], int],
     histograms_every: int | None = None,
 ) -> Iterator[None]:
-    """Look at updates until the end of the block. Nothing is changed, and no random number drawn."""
+    """Measure updates until the end of the block. Changes nothing, and draws no random number."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
     ratio = UpdateRatio(trained)
     num_shown = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..core.view import Limits, StepView
-from ..distributed.collective import gather
+from ..distributed.comm import gather
 from .sharded import any_spread, local, total_norm
 
 

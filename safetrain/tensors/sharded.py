@@ -138,12 +138,6 @@ def keep_spread(model: nn.Module) -> None:
             reshard(True, recurse=False)
 
 
-def island_names(model: nn.Module, guards: Iterable[Any]) -> list[str]:
-    """Modules that a guard is to keep in float32 from the start."""
-    globs = [glob for guard in guards for glob in getattr(getattr(guard, "config", None), "modules", ())]
-    return list(matching(model, [glob for glob in globs if glob != "loss"], "guards.islands.modules"))
-
-
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.distributed import DistNetworkError
-from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import Optimizer
 
-from ..config.schema import LoopConfig, Target
+from ..config.schema import Config, LoopConfig, Target
 from ..config.targets import import_target, instantiate
 from ..core.loss import LossFn, adapt_loss
-from ..errors import ConfigError, LossError, UsageError
+from ..data.stream import BatchStream, open_stream
+from ..distributed.machine import Machine
+from ..errors import ConfigError, UsageError
 from ..guards import REGISTRY, Guard
-from .engine import Engine
+from ..guards.islands import LOSS, Islands
+from ..precision.autocast import AUTOCAST_DTYPES
+from ..precision.compiled import note_compiled
+from ..precision.mixed import Precision
+from ..step.exchange import Exchange
+from ..step.joint import JointExchange
+from ..tensors.module_globs import matching
+from ..tensors.rng import seed_everything
+from ..tensors.sharded import is_sharded, keep_spread, shard_model
 
 
-def open_engine(loop: LoopConfig) -> Engine:
+def open_machine(loop: LoopConfig) -> Machine:
     """The machine to train on. That the processes cannot reach each other is a matter of how they were started."""
     try:
-        return Engine(loop)
+        machine = Machine(loop.device, num_processes=loop.num_processes, rank_timeout_seconds=loop.rank_timeout_seconds)
     except DistNetworkError as error:
         address, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
         if "EADDRINUSE" in str(error):
@@ -35,6 +45,67 @@ def open_engine(loop: LoopConfig) -> Engine:
             problem = f"the processes of this run could not meet at {address}:{port}: {str(error).splitlines()[0]}"
             fix = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
         raise UsageError(f"{problem}.\nTo fix: {fix}.") from error
+    machine.check_launch(loop.precision, shards_model=loop.strategy == "fsdp")
+    return machine
+
+
+def open_precision(model: nn.Module, machine: Machine, loop: LoopConfig) -> Precision:
+    return Precision(loop.precision, machine.device, model)
+
+
+def open_exchange(machine: Machine) -> Exchange:
+    return Exchange() if machine.link is None else JointExchange(machine)
+
+
+def prepare_model(
+    model: nn.Module, machine: Machine, loop: LoopConfig, optimizer: Optimizer | None, guards: Iterable[Guard]
+) -> nn.Module:
+    """What to call instead of the model: compiled and distributed as asked. The model itself is moved, not copied.
+
+    With `loop.strategy=fsdp` its parameters become other objects; an optimizer that has the old ones gets the new ones.
+    """
+    model.to(machine.device)
+    if is_sharded(model):
+        keep_spread(model)
+    elif machine.world_size > 1 and loop.strategy == "fsdp":
+        dtype = AUTOCAST_DTYPES[loop.shard_dtype]
+        shard_model(model, machine.device, loop.shard_blocks, _island_names(model, guards), dtype, optimizer)
+    called = model
+    if loop.compile:
+        backend = "inductor" if loop.compile is True else loop.compile
+        called = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        note_compiled(model, called)
+    return machine.replicate(called) if machine.world_size > 1 and not is_sharded(model) else called
+
+
+def _island_names(model: nn.Module, guards: Iterable[Guard]) -> list[str]:
+    """Modules to keep in float32 from the start."""
+    globs = [glob for guard in guards if isinstance(guard, Islands) for glob in guard.config.modules if glob != LOSS]
+    return list(matching(model, globs, "guards.islands.modules"))
+
+
+def separate_random_streams(rank: int) -> None:
+    """From here on each rank draws its own random numbers; those of rank 0 are the ones of a single process."""
+    if rank > 0:
+        seed_everything((torch.initial_seed() + rank * 1_000_003) % 2**63)
+
+
+def open_training_data(data: Any, config: Config, machine: Machine) -> BatchStream:
+    return open_stream(
+        data,
+        config.data,
+        shuffle=config.data.shuffle,
+        seed=config.seed or 0,
+        device=machine.device,
+        rank=machine.rank,
+        world_size=machine.world_size,
+    )
+
+
+def open_evaluation_data(data: Any, config: Config, machine: Machine) -> BatchStream:
+    """All of it, in its order, on every rank."""
+    whole, seed = dataclasses.replace(config.data, drop_last=False), config.seed or 0
+    return open_stream(data, whole, shuffle=False, seed=seed, device=machine.device, what="evaluation data")
 
 
 def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> list[Guard]:
@@ -77,73 +148,3 @@ def build_loss(node: Target) -> LossFn:
     else:
         loss = partial(target, **{key: value for key, value in node.items() if key != "_target_"})
     return adapt_loss(loss)
-
-
-def check_trainable(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module."
-        )
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
-    if lazy:
-        raise UsageError(
-            f"the model is not complete yet: the shape of {', '.join(lazy[:5])} comes from the first batch that it is called with.\n"
-            "To fix: call the model on one batch before you make the optimizer and the trainer."
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(
-            "the model has no trainable parameters.\n"
-            "To fix: check that its layers are attributes (or in a ModuleList, not a plain list) and that some parameters "
-            "have requires_grad=True."
-        )
-
-
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if isinstance(optimizer, LBFGS):
-        raise UsageError(
-            "LBFGS evaluates the loss several times within one step, so a step cannot be judged before it moves the weights.\n"
-            "To fix: use a first-order optimizer such as torch.optim.AdamW."
-        )
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            "none of the optimizer's parameters belongs to the model, so training would change nothing.\n"
-            "To fix: build the optimizer from the parameters of this very model, after any copy or replacement of it."
-        )
-
-
-def check_scheduler(scheduler: Any, evaluates: bool) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau) and not evaluates:
-        raise UsageError(
-            "ReduceLROnPlateau follows loop.monitor of the evaluations, and there is no evaluation data: it would never be stepped.\n"
-            "To fix: pass eval_data (data.eval in a config), or use a schedule over steps."
-        )
-
-
-def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The model's parameters in its own order, then those that only the optimizer has (of a loss with weights, say)."""
-    unique = {id(p): p for p in model.parameters()}
-    for group in optimizer.param_groups:
-        unique.update({id(p): p for p in group["params"] if id(p) not in unique})
-    return list(unique.values())
-
-
-def check_no_backward(parameters: Iterable[Tensor]) -> None:
-    """After the first forward pass of a run: gradients can only come from a backward in training_step."""
-    if any(p.grad is not None for p in parameters):
-        raise LossError(
-            "training_step called backward() itself, and the trainer calls it too, so every gradient would count twice.\n"
-            "To fix: return the loss without calling backward(); gradient penalties use torch.autograd.grad."
-        )
-
-
-def check_reached(optimizer: Optimizer) -> None:
-    """After the first backward pass of a run."""
-    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-        raise LossError(
-            "the loss reaches none of the parameters that the optimizer moves, so training would change nothing.\n"
-            "To fix: compute the loss from the output of the model that is trained, and give the optimizer the parameters that "
-            "the loss depends on."
-        )

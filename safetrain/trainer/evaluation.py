@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.schema import LoopConfig
 from ..core import progress
 from ..core.loss import split_loss
+from ..core.result import FitResult
 from ..data.stream import BatchStream
-from ..distributed.link import Link
+from ..distributed.comm import Link
 from ..errors import DataError, LossError, UsageError
+from ..step.step import Step
 from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
 
@@ -33,6 +36,59 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+class Evaluation:
+    """Evaluates the model every `loop.eval_every` committed steps, or at the end of each epoch."""
+
+    def __init__(
+        self,
+        stream: BatchStream | None,
+        loop: LoopConfig,
+        step: Step,
+        evaluation_step: Callable[[nn.Module, Any], Any],
+        link: Link | None,
+    ) -> None:
+        self.stream, self._loop, self._step, self._link = stream, loop, step, link
+        self._evaluation_step = evaluation_step
+        self._evaluated_at = 0
+        """Committed steps at the last evaluation."""
+
+    def is_due(self, num_steps: int, epoch_ended: bool, run_ended: bool) -> bool:
+        self._evaluated_at = min(self._evaluated_at, num_steps)  # the run may have gone back
+        if self.stream is None or num_steps == self._evaluated_at:
+            return False
+        every = self._loop.eval_every
+        return run_ended or (epoch_ended if every is None else num_steps // every > self._evaluated_at // every)
+
+    def run(self, result: FitResult) -> tuple[dict[str, float], bool]:
+        """The metrics, and whether they are the best so far. Leaves no trace in the training state."""
+        step, stream = self._step, self.stream
+        assert stream is not None
+        with step.ema.swapped_in() if step.ema else nullcontext():
+            step.transaction.begin()
+            try:
+                step.exchange.begin()  # every rank evaluates the same model
+                metrics = evaluate(step.model, self._evaluate_batch, stream, self._link)
+            finally:
+                step.transaction.restore()
+        is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
+        self._evaluated_at = result.steps
+        return metrics, is_best
+
+    def _evaluate_batch(self, batch: Any) -> Any:
+        # Not through the distributed wrapper: its collectives would have to match on all ranks.
+        model = self._step.called if self._step.exchange.world_size == 1 else self._step.model
+        with self._step.precision.autocast():
+            return self._evaluation_step(model, batch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"eval_epoch": 0 if self.stream is None else self.stream.epoch, "evaluated_at": self._evaluated_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.stream is not None:
+            self.stream.epoch = state["eval_epoch"]
+        self._evaluated_at = state["evaluated_at"]
 
 
 def evaluate(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import signal
 import threading
 import time
+import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,13 @@ from ..core.result import FitResult
 from ..core.rundir import CHECKPOINTS, CONFIG, SUMMARY, RunLock, create_run_dir, existing_run_dir, holds_run
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
-from ..distributed.collective import by_first
+from ..distributed.comm import by_first
 from ..errors import Interrupted, RunDirectoryError, TrainingStopped, UsageError
 from ..incidents import bundle
-from ..recovery import Case, Settlement
+from ..recovery import RefusedStep, Resolution
+from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
 
-COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
-HISTORIES = ("refused_steps", "dynamics_steps", "rollback_steps")
 RESULT_FIELDS = (
     "steps",
     "skipped",
@@ -51,9 +52,18 @@ RESULT_FIELDS = (
 
 
 class Run:
-    def __init__(self, config: Config, asked_dir: str | Path | None, rank: int, resume: bool | str = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        asked_dir: str | Path | None,
+        rank: int,
+        resume: bool | str = False,
+        history: History | None = None,
+    ) -> None:
         """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
         self.config, self.rank = config, rank
+        self.history = History() if history is None else history
+        """What guards see of the steps so far; shared with the `Step`."""
         self.dir: Path | None = None
         self._named_dir: Path | None = None
         self.telemetry = Telemetry()
@@ -64,21 +74,13 @@ class Run:
         self._begin = time.perf_counter()
         self._seconds_before = 0.0
         self._notes: list[str] = []
+        self._wrote_config = False
         self.shared_dir: Path
         """The run's directory, also for processes that do not write into it by themselves."""
         self._open_dir(asked_dir, resume)
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
-        self.consecutive_refusals = 0
-        self.consecutive_overflows = 0
-        self.num_refusals = 0
-        self.refused_steps: deque[int] = deque(maxlen=1000)
-        self.dynamics_steps: deque[int] = deque(maxlen=1000)
-        self.rollback_steps: deque[int] = deque(maxlen=1000)
-        self.num_restarts = 0
-        self.guard_seconds = 0.0
-        """Spent by this process on what guards do in each step."""
         self._losses = array("d")
 
     def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
@@ -114,13 +116,14 @@ class Run:
         assert self.dir is not None
         if point is None:
             self.write_config()
-        self.telemetry, self._journal = open_telemetry(self.config, self.dir, point)
+        self.telemetry, self._journal = open_telemetry(self.config, self._config_text, self.dir, point)
         if self._journal.num_missing:
             self._notes.append(
                 f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"
             )
 
     def _release(self) -> None:
+        self.telemetry.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -143,15 +146,20 @@ class Run:
         )
 
     def write_config(self) -> None:
-        """Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
-        if self.dir is not None:
-            write_text(self.dir / CONFIG, to_yaml(self.config))
+        """Once. Of a resumed run only when its state was found to fit: what fails must leave the run as it was."""
+        if self.dir is not None and not self._wrote_config:
+            self._wrote_config = True
+            write_text(self.dir / CONFIG, self._config_text)
+
+    @cached_property
+    def _config_text(self) -> str:
+        return to_yaml(self.config)
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
         """Announce the run, and once what is to be said about it."""
         self.telemetry.vitals.gauges |= {
             "perf/guards_percent": lambda: (
-                100 * (self.result.timing.get("guards", 0.0) + self.guard_seconds) / self.seconds
+                100 * (self.result.timing.get("guards", 0.0) + self.history.guard_seconds) / self.seconds
             ),
             "perf/recovery_seconds": lambda: self.result.timing.get("recovery", 0.0),
         }
@@ -188,8 +196,8 @@ class Run:
 
     def _count_guard_seconds(self) -> None:
         """Guards have a counter of their own while steps are made: it is cheaper."""
-        self.spent("guards", self.guard_seconds)
-        self.guard_seconds = 0.0
+        self.spent("guards", self.history.guard_seconds)
+        self.history.guard_seconds = 0.0
 
     @property
     def out_of_time(self) -> bool:
@@ -203,8 +211,7 @@ class Run:
         result = {name: getattr(self.result, name) for name in RESULT_FIELDS}
         incidents = [dataclasses.asdict(incident) for incident in self.result.incidents]
         return {
-            **{name: getattr(self, name) for name in COUNTERS},
-            **{name: list(getattr(self, name)) for name in HISTORIES},
+            **self.history.state_dict(),
             "losses": torch.frombuffer(self._losses, dtype=torch.float64).clone()
             if self._losses
             else torch.empty(0).double(),
@@ -215,11 +222,8 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in COUNTERS:
-            setattr(self, name, state[name])
-        for name in HISTORIES:
-            getattr(self, name).extend(state[name])
         self._losses = array("d", state["losses"].tolist())
+        self.history.load_state_dict(state, step=len(self._losses))
         for name in RESULT_FIELDS:
             setattr(self.result, name, state["result"].get(name, getattr(self.result, name)))
         self.result.incidents = [rebuild(Incident, fields) for fields in state["result"]["incidents"]]
@@ -231,16 +235,30 @@ class Run:
         """Index of the step to attempt next."""
         return len(self._losses)
 
-    def history(self, scaler_overflow: bool) -> dict[str, Any]:
-        """What a view of the next step says about the steps before it."""
-        return {
-            "consecutive_refusals": self.consecutive_refusals,
-            "refused_steps": self.refused_steps,
-            "dynamics_steps": self.dynamics_steps,
-            "rollback_steps": self.rollback_steps,
-            "num_restarts": self.num_restarts,
-            "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
-        }
+    @property
+    def num_refusals(self) -> int:
+        return self.history.num_refusals
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """One per attempted step."""
+        return self._losses
+
+    def view_between_steps(self, epoch: int) -> StepView:
+        """Of the step decided last."""
+        history = self.history.view_fields()
+        return StepView(max(self.step - 1, 0), self.result.final_loss, math.nan, epoch=epoch, **history)
+
+    def trail(self) -> int:
+        """A checksum of everything decided so far."""
+        result = self.result
+        record = (self.step, self.num_refusals, result.steps, result.skipped, result.rollbacks, result.final_loss)
+        return zlib.crc32(repr(record).encode())
+
+    def saving(self) -> None:
+        """A checkpoint is about to be written, and goes with the files of the record as they are now."""
+        self.telemetry.saving(self.step, self.result.steps)
+        by_first(self.telemetry.sync)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -294,21 +312,13 @@ class Run:
     def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
         """Note one decided step: `outcome` is the action taken, or `overflow`."""
         self._losses.append(view.loss if view.refused_loss is None else view.refused_loss)
-        committed = outcome == "commit"
-        if committed:
+        if outcome == "commit":
             self.result.steps += 1
             self.result.final_loss = view.loss
         else:
             self.result.skipped += 1
-        if outcome == "overflow":
-            self.result.overflows += 1
-            self.consecutive_overflows += 1
-        elif committed:
-            self.consecutive_overflows = self.consecutive_refusals = 0
-        else:
-            self.consecutive_refusals += 1
-            self.num_refusals += 1
-            self.refused_steps.append(view.step)
+        self.result.overflows += outcome == "overflow"
+        self.history.decided(view.step, outcome)
         self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps))
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident:
@@ -321,18 +331,18 @@ class Run:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
 
-    def close_incident(self, case: Case, settlement: Settlement) -> None:
+    def close_incident(self, case: RefusedStep, resolution: Resolution) -> None:
         """Note what was done about a refused step; keep and tell its incident."""
         incident, view = case.incident, case.view
-        incident.decision = Outcome(str(settlement.action), [*case.decision.reasons, *settlement.reasons])
-        if settlement.action is not Action.COMMIT and case.is_step:
-            self.stepped(view, replace(case.decision, action=settlement.action), str(settlement.action))
-        if settlement.action is Action.ROLLBACK:
-            self.rollback_steps.append(view.step)
-            self.num_restarts += case.num_restarts if case.wants_restart else 0
-            self.consecutive_refusals = 0
-        if settlement.is_dynamics:
-            self.dynamics_steps.append(view.step)
+        incident.decision = Outcome(str(resolution.action), [*case.decision.reasons, *resolution.reasons])
+        if resolution.action is not Action.COMMIT and case.is_step:
+            self.stepped(view, replace(case.decision, action=resolution.action), str(resolution.action))
+        if resolution.action is Action.ROLLBACK:
+            self.history.rollback_steps.append(view.step)
+            self.history.num_restarts += case.num_restarts if case.wants_restart else 0
+            self.history.consecutive_refusals = 0
+        if resolution.is_dynamics:
+            self.history.dynamics_steps.append(view.step)
             if not case.has_non_finite_number:
                 explanation = (
                     f"every number was finite, but training went astray: {'; '.join(incident.decision.reasons)}"
@@ -362,8 +372,7 @@ class Run:
         self.result.rollbacks += 1
         self.result.steps_undone += self.result.steps - num_committed
         self.result.steps = num_committed
-        self.consecutive_refusals = self.consecutive_overflows = 0
-        self.refused_steps.clear()
+        self.history.rolled_back()
         self.telemetry.rolled_back(to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:

@@ -1,47 +1,54 @@
-"""The training loop: every step is a transaction that commits whole or never happened.
-
-    begin ─ data ─ forward/backward ─ measure ─ judge ─┬─ commit   weights, moments, schedule, buffers move
-                                                        └─ refuse   nothing moved; an incident exists
-
-Only the trainer moves weights, schedule, data cursor and random state. `run_step` reads from top to bottom.
-"""
+"""The training loop: every step is a transaction that commits whole or never happened."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from time import perf_counter
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from torch import nn
+from torch.optim import Optimizer
 
-from ..checkpoint.snapshots import Copy
-from ..checkpoint.state import TrainState
-from ..core.incident import STATE_AUDIT
-from ..core.loss import check_graph, left_aside, split_loss
+from ..config import load_config
+from ..config.targets import instantiate
+from ..core.incident import STATE_AUDIT, Incident
+from ..core.loss import LossFn, adapt_loss
 from ..core.protocols import check_hooks
 from ..core.result import FitResult
 from ..core.verdict import Action, Decision, Verdict, merge
-from ..core.view import DeviceStep, Limits, StepView
-from ..errors import Interrupted, SafetrainError, TrainingStopped, UsageError
-from ..forensics.raised import is_numeric
-from ..guards.guard_set import Panel
-from ..recovery import Case, LastGood
-from ..recovery.repairs import Workbench
-from ..step.measurement import Measurement
-from ..tensors import gradients
-from ..tensors.nest import same_nest
-from ..tensors.rng import RandomState
-from . import build as assembly
+from ..core.view import StepView
+from ..data.stream import BatchStream
+from ..errors import Interrupted, TrainingStopped, UsageError
+from ..forensics.sandbox import modules_behind
+from ..guards import Guard
+from ..guards.guard_set import GuardSet
+from ..optim.build import build_optimizer
+from ..optim.ema import Ema
+from ..optim.schedule import Schedule
+from ..recovery import Ladder, RefusedStep, Resolution
+from ..step.deferred import UNDONE, Late
+from ..step.step import Outcome, Step
+from ..tensors.rng import RandomState, seed_everything
+from . import build, checks
+from .evaluation import Evaluation
 from .run import Run
-from .session import TrainerSession
+from .session import Session, open_session
+
+if TYPE_CHECKING:
+    from ..preflight import CheckReport
 
 
-class SafeTrainer(TrainerSession):
+class SafeTrainer:
     """Trains a model so that no bad step is ever applied.
 
-    Use it as it is, from a config, or subclass it; the hooks that a subclass may define are those of `TrainerParts`.
+    Use it as it is, from a config, or subclass it and define any of its hooks: `training_step`, `evaluation_step`, `build_model`,
+    `build_data`, `build_optimizer`, `build_scheduler`, `on_commit`, `on_incident`. `fit` is this loop:
+
+        for each window of micro-batches:
+            begin ─ attempt ─ judge ─┬─ commit   weights, moments, schedule, buffers move; guards learn; on_commit
+                                     └─ undo ─ recover: repair and commit, skip, go back, or stop; on_incident
+            evaluate, save and take snapshots when due
 
     >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 8, 3)]
     >>> model = torch.nn.Linear(3, 1)
@@ -51,12 +58,70 @@ class SafeTrainer(TrainerSession):
     True
     """
 
-    _checked_backward = False
-    _told_left_aside = False
+    _session: Session
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_hooks(cls, SafeTrainer)
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: Optimizer | None = None,
+        train_data: Any = None,
+        eval_data: Any = None,
+        scheduler: Any = None,
+        config: Any = None,
+        guards: Iterable[Guard] | None = None,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        """Parts that are not given come from the `build_*` hooks, which by default follow the config.
+
+        `guards` are added to those of the config; one with the same name takes its place. The run directory is made by
+        `fit`, below `runs/` unless `run_dir` says where.
+        """
+        self.config, self._run_dir = load_config(config), run_dir
+        loop = self.config.loop
+        if self.config.seed is not None:
+            seed_everything(self.config.seed)
+        self.machine = build.open_machine(loop)
+        self.model = self.build_model() if model is None else model
+        checks.check_trainable(self.model)
+        if not self.model.training:
+            self.model.train()
+        self.guards = GuardSet(build.build_guards(self.config.guards, guards or ()))
+        self.precision = build.open_precision(self.model, self.machine, loop)
+        called = build.prepare_model(self.model, self.machine, loop, optimizer, self.guards)
+        build.separate_random_streams(self.machine.rank)
+        loss = self.config.loss
+        self.loss_fn = adapt_loss(loss_fn) if loss_fn is not None else None if loss is None else build.build_loss(loss)
+        self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
+        checks.check_optimizer(self.model, self.optimizer)
+        self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
+        if train_data is None:
+            built = self.build_data()
+            train_data, built_eval = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+            eval_data = built_eval if eval_data is None else eval_data
+        self.stream: BatchStream = build.open_training_data(train_data, self.config, self.machine)
+        eval_stream = None if eval_data is None else build.open_evaluation_data(eval_data, self.config, self.machine)
+        checks.check_scheduler(self.scheduler, eval_stream is not None)
+        self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
+        self.ladder = Ladder(self.config.recovery)
+        self.stepper = Step(
+            self.model,
+            self.training_step,
+            self.optimizer,
+            guards=self.guards,
+            precision=self.precision,
+            schedule=Schedule(self.optimizer, self.scheduler),
+            ema=self.ema,
+            exchange=build.open_exchange(self.machine),
+            called=called,
+        )
+        self.evaluation = Evaluation(eval_stream, loop, self.stepper, self.evaluation_step, self.machine.link)
+        self._run: Run | None = None
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -67,244 +132,84 @@ class SafeTrainer(TrainerSession):
         model, data and config. "auto": resume if `run_dir` holds a run, else start one. "force": also with a config that
         changes the training itself; the optimizer's settings are then still those that were saved.
         """
-        if self._run is not None:
-            raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
-        self._run = Run(self.config, self._run_dir, self.engine.rank, resume)
-        self.bench = Workbench(self)
-        with self._among_ranks(), self.run.recorded(), self._prepared() as keeper:
-            keeper.begin()
+        with self._started(resume) as run:
             while not self._finished():
-                window = self._next_window()
-                if window:
+                if window := self._next_window():
                     self.run_step(window)
-                    self._evaluate_if_due(epoch_ended=False)
-                elif self._signal is None:
+                    self._evaluate_if_due()
+                elif self.stepper.exchange.signal is None:
                     self._end_epoch()
-                keeper.after_step()
-                if self._schedule_error is not None and not self._finished():
-                    keeper.save(required=True)
-                    raise UsageError(
-                        f"the schedule {type(self.scheduler).__name__} failed after step {self.step - 1}: {self._schedule_error}\n"
-                        "To fix: make it for as many steps as the run takes (loop.max_steps)."
-                    ) from self._schedule_error
-                if self._signal is not None:
-                    keeper.save(required=True)
-                    raise Interrupted(self._signal, self.run.result)
-                if self._out_of_time and not self._finished():
-                    keeper.save(required=True)
-                    self.run.result.status = "paused"
-                    return self.run.result
+                self._distrust(self._session.checkpoints.after_step(self._settle))
+                if self._ends_early():
+                    return run.result
             self._evaluate_if_due(run_ended=True)
-            keeper.finish()
-        return self.run.result
+            self._settle()
+            self._distrust(self._session.checkpoints.finish())
+        return run.result
 
     def run_step(self, window: Sequence[Any]) -> None:
         """One optimizer step over a window of micro-batches, as a transaction."""
-        if len(self.optimizer.param_groups) != len(self._groups):  # a hook has given it more to train
-            self._find_parameters()
-        if not self.panel.is_of(self.guards):  # one has joined
-            self.panel = Panel(self.guards)
-        if self.joint is not None:
-            self.joint.begin()
-        begin = perf_counter()
-        self.transaction.begin(window)
-        self.panel.begin(self.step, self.run.consecutive_refusals)
-        self.run.guard_seconds += perf_counter() - begin
+        step = self.stepper
+        step.begin(window)
         try:
-            measurement, limits = self._attempt(window)
+            measurement = step.attempt(window)
         except Exception as error:
             if not self._refuse_error(error, window):
                 raise
             return
-        if self._deferred is not None and self._deferred.commit(measurement, limits, window):
+        if self._session.deferral.takes(window, measurement):
+            self._session.deferral.settle_if_full(self._committed_late, self._refused_late, self.run.stepped)
             return
-        view = self._view(measurement, limits)
-        decision = self._judge(view)
+        if self._settle():  # the weights that it was computed with are no longer there
+            step.clear_gradients()
+            return self.run.stepped(step.view(measurement), UNDONE, "rollback")
+        view = step.view(measurement)
+        decision = step.judge(view)
         if decision.action is Action.COMMIT:
-            if self._commit(measurement, view, decision, window):
-                return
-            decision = self._bad_update(view)
-        self._undo(view)
-        self.refused(view, decision, window, self.transaction.random_state)
+            outcome = step.commit(measurement, view, decision)
+            if outcome is Outcome.COMMITTED:
+                return self._committed(view, decision, step.transaction.window_before(window))
+            if outcome is Outcome.OVERFLOWED:
+                return self.run.stepped(view, decision, "overflow")
+            decision = step.ruined(view)
+        step.undo(view.loss_scale)
+        self._refused(view, decision, window, step.transaction.random_state)
 
-    def _attempt(self, window: Sequence[Any]) -> tuple[Measurement, Limits]:
-        """Forward and backward for each micro-batch, then measure. Nothing is read to the host (by one process)."""
-        if self.joint is not None:
-            return self.joint.attempt(window)
-        losses, metrics = [], []
-        for index, batch in enumerate(window):
-            with self.engine.gradient_sync(self._called_model, sync=index == len(window) - 1), self.patches:
-                loss, beside = self._forward(batch)
-                if not self._checked_backward and index == 0:
-                    assembly.check_no_backward(self._parameters)
-                # A short window at the end of an epoch is averaged over what it holds.
-                self.engine.backward(loss if len(window) == 1 else loss / len(window))
-            losses.append(loss.detach())
-            metrics.append(beside)
-        self.transaction.notice_writes()
-        if not self._checked_backward:
-            assembly.check_reached(self.optimizer)
-            self._checked_backward = True
-        return self._measure(losses, metrics, window)
-
-    def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        with self.engine.autocast():
-            output = self.training_step(self._called_model, same_nest(batch))
-        loss, metrics = split_loss(output, "training_step")
-        if not self._told_left_aside and self._run is not None:
-            self._told_left_aside = True
-            if names := left_aside(output):
-                self._run.telemetry.noted(
-                    f"not logged, being no numbers: {', '.join(names)} (returned by training_step)"
-                )
-        if torch.is_grad_enabled():
-            check_graph(loss, "training_step")
-        return loss, metrics
-
-    def _measure(
-        self, losses: list[Tensor], metrics: list[dict[str, Any]], window: Sequence[Any]
-    ) -> tuple[Measurement, Limits]:
-        self.engine.unscale(self.optimizer, self._parameters)
-        grads = gradients.collect(self._parameters)
-        norm = gradients.global_norm(grads, self._is_uniform).to(self.engine.device)
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        step = DeviceStep(self.step, loss, norm, grads, self.transaction.buffer_peak, self.audit.state_peak, window)
-        begin = perf_counter()
-        signals = self.panel.measure(step)
-        self.run.guard_seconds += perf_counter() - begin
-        measurement = Measurement(losses, norm, self.engine.loss_scale(), signals, metrics, window)
-        measurement.vector = self.engine.share(measurement.vector)
-        return measurement, self.panel.limits()
-
-    def _view(self, measurement: Measurement, limits: Limits) -> StepView:
-        """The step's numbers on the host. The one read of a healthy step is here."""
-        fields = measurement.unpack(measurement.vector.tolist())
-        norm_overflow = False
-        if math.isinf(fields["grad_norm"]):
-            true_norm = gradients.overflow_free_norm(gradients.collect(self._parameters))
-            if norm_overflow := true_norm is not None:
-                fields["grad_norm"] = true_norm
-        scaler_overflow = (
-            self.engine.precision == "fp16" and math.isfinite(fields["loss"]) and not math.isfinite(fields["grad_norm"])
-        )
-        fields |= self.run.history(scaler_overflow)
-        fields |= {
-            "step": self.step,
-            "epoch": self.stream.epoch,
-            "lrs": self.scheduled_lrs(),
-            "limits": limits,
-            "norm_overflow": norm_overflow,
-            "scaler_overflow": scaler_overflow,
-            "bad_state": self.audit.bad_state_before_step,
-        }
-        return StepView(**fields)
-
-    def _judge(self, view: StepView) -> Decision:
-        """Every guard's verdict, merged."""
-        begin = perf_counter()
-        decision = self.panel.judge(view)
-        self.run.guard_seconds += perf_counter() - begin
-        if view.error is not None and not any(str(view.error) in v.reason for v in decision.verdicts.values()):
-            reason = f"{type(view.error).__name__}: {view.error}"
-            refusal = Verdict(Action.SKIP, reason=reason, evidence={"signal": "exception", "value": math.nan})
-            decision = merge([*decision.verdicts.items(), ("loop", refusal)])
-        if self.joint is None or decision.action is Action.COMMIT:
-            return decision
-        return self.joint.agree(decision, view)
-
-    def _commit(self, measurement: Measurement, view: StepView, decision: Decision, window: Sequence[Any]) -> bool:
-        """Apply the step. False: its update would have ruined the state, and was taken back (looked for after trouble only)."""
-        if view.scaler_overflow:  # the scaler's own way of skipping: it lowers its scale and nothing else moves
-            self.transaction.restore()
-            self.engine.update_scale()
-            self._clear_gradients()
-            self.run.stepped(view, decision, "overflow")
-            return True
-        if view.limits.bounded:
-            gradients.clip(self._groups, self._parameters, view.limits, measurement.grad_norm, view)
-        before = Copy().take(TrainState.gather(self, progress=False)) if self.careful_steps else None
-        with self.scaled_lr(decision.lr_scale), self.patches:
-            self.optimizer.step()
-        if before is not None:
-            if self.engine.any_rank(bool(self.audit.bad_state())):
-                before.restore_training(self)
-                self.transaction.expect_weights()
-                return False
-            self.careful_steps -= 1
-        self.engine.update_scale()
-        self.advance_schedule()
-        if self.ema is not None:
-            self.ema.update()
-        self._clear_gradients()
-        self._remember_good(self.transaction.window_before(window), view.loss)
-        self.committed(view, decision)
-        return True
-
-    def _bad_update(self, view: StepView) -> Decision:
-        action = Action.SKIP if view.consecutive_refusals + 1 < 10 else Action.STOP
-        reason = f"loss and gradient are finite, but the update by {type(self.optimizer).__name__} makes the state non-finite"
-        return merge([("update", Verdict(action, reason=reason, evidence={"signal": "update", "value": math.nan}))])
-
-    def committed(self, view: StepView, decision: Decision) -> None:
-        """Learn from a step that was applied, and tell of it."""
-        begin = perf_counter()
-        self.panel.learn(view, decision)
-        self.run.guard_seconds += perf_counter() - begin
+    def _committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
+        self._session.recovery.repairs.remember_good(window, view.loss)
         self.run.stepped(view, decision, "commit")
         self.on_commit(view)
 
-    def _remember_good(self, window: Sequence[Any], loss: float) -> None:
-        self.last_good = LastGood(window, loss) if self.last_good is None else self.last_good.followed_by(window, loss)
-
-    def _undo(self, view: StepView) -> None:
-        """As if the step had never been: what its forward pass wrote, the loss scale, the gradients."""
-        self.transaction.restore()
-        self.engine.keep_scale(view.loss_scale)
-        self._clear_gradients()
-
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
-        if self.joint is None and isinstance(error, SafetrainError):
-            return False  # it says itself what to do
-        if self.joint is not None and not self.joint.failed_together:
-            return self.joint.undo_abandoned(error, window)
-        random_state = self.transaction.random_state
-        self.transaction.restore()
-        self._clear_gradients()
-        went_back = self._settle()
-        view = self._view_of_error(error, window)
-        if not (self._explains(view) if self.joint is None else self.joint.failure_is_explained):
-            self._save_for_another_try(window)
-            return False
-        if went_back and self._deferred is not None:
-            self._deferred.tell_undone(view)
+        step, exchange = self.stepper, self.stepper.exchange
+        if exchange.is_abandoned(error):
+            step.transaction.restore()
+            step.clear_gradients()
+            self.stream.num_consumed -= len(window)  # comes again after a resume
             return True
-        self.engine.keep_scale(view.loss_scale)
-        self.transaction.begin(window)
-        self.transaction.random_state = random_state
-        self.refused(view, self._judge(view), window, random_state)
+        if not exchange.may_be_refused(error):
+            return False
+        random_state = step.transaction.random_state
+        step.transaction.restore()
+        step.clear_gradients()
+        went_back = self._settle()
+        view = step.view_of_error(error, window)
+        if not exchange.explains(step, view):
+            if exchange.failed_together:  # all ranks are still there, so what was learned is saved, before this window
+                self.stream.num_consumed -= len(window)
+                self._save()
+            return False
+        if went_back:
+            self.run.stepped(view, UNDONE, "rollback")
+            return True
+        step.precision.keep_scale(view.loss_scale)
+        step.transaction.begin(window)
+        step.transaction.random_state = random_state
+        self._refused(view, step.judge(view), window, random_state)
         return True
 
-    def _explains(self, view: StepView) -> bool:
-        assert view.error is not None
-        return is_numeric(view.error) or any(guard.explains(view) for guard in self.guards)
-
-    def _view_of_error(self, error: Exception, window: Sequence[Any]) -> StepView:
-        scale = self.engine.loss_scale()
-        return StepView(
-            step=self.step,
-            epoch=self.stream.epoch,
-            loss=math.nan,
-            grad_norm=math.nan,
-            lrs=self.scheduled_lrs(),
-            loss_scale=1.0 if scale is None else float(scale),
-            **self.run.history(False),
-            bad_state=self.audit.bad_state_before_step,
-            window=lambda: window,
-            error=error,
-        )
-
-    def refused(
+    def _refused(
         self,
         view: StepView,
         decision: Decision,
@@ -313,38 +218,237 @@ class SafeTrainer(TrainerSession):
         is_late: bool = False,
     ) -> Action:
         """Find out why, then climb the recovery ladder: repair and commit the step, skip it, go back, or stop."""
-        if is_late:
-            self.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
-        nothing_learned = self.last_good is not None and self.last_good.nothing_learned
-        incident = self.run.open_incident(view, decision)
-        case = Case(view, decision, window, random_state, incident, is_late, nothing_learned=nothing_learned)
+        case = RefusedStep(view, decision, window, random_state, self.run.open_incident(view, decision), is_late)
+        case.num_committed = self.run.result.steps
         with self.run.phase("recovery", f"investigating step {view.step}"):
-            self.bench.investigate(case)
-            self.transaction.restore(replayed=True)
-            if self.bench.absolve(case):
-                return Action.COMMIT
-            self.bench.keep_replay(case)
-            return self._resolve(case)
+            resolution = self._session.recovery.resolve(case)
+            if case.committed is not None:
+                self._committed(*case.committed, self.stepper.transaction.window_before(window))
+            return Action.COMMIT if resolution is None else self._close(case, resolution)
 
-    def distrusted(self, verdict: Verdict) -> None:
-        """Between two steps the state itself was found to be wrong: go back, or stop."""
-        self.transaction.begin()
-        loss = self.run.result.final_loss
-        view = StepView(max(self.run.step - 1, 0), loss, math.nan, epoch=self.stream.epoch, **self.run.history(False))
-        self.resolve_between_steps(view, merge([(STATE_AUDIT, verdict)]))
-
-    def resolve_between_steps(self, view: StepView, decision: Decision) -> None:
-        """Climb the ladder for what is wrong after a step that was committed."""
-        incident = self.run.open_incident(view, decision)
+    def _refuse_state(self, view: StepView, decision: Decision) -> None:
+        """Between two steps something was found to be wrong with the state: go back, or stop."""
+        incident, random_state = self.run.open_incident(view, decision), self.stepper.transaction.random_state
+        case = RefusedStep(view, decision, [], random_state, incident, is_step=False)
+        case.num_committed = self.run.result.steps
         with self.run.phase("recovery", f"recovering after step {view.step}"):
-            case = Case(view, decision, [], self.transaction.random_state, incident, is_step=False)
-            self.bench.describe_state(case)
-            self._resolve(case)
+            self._close(case, self._session.recovery.resolve_bad_state(case))
 
-    def _resolve(self, case: Case) -> Action:
-        settlement = self.bench.count_samples(case, self.ladder.settle(case, self.bench))
-        self.run.close_incident(case, settlement)
+    def _distrust(self, verdict: Verdict | None) -> None:
+        """What is wrong with the state that was about to be saved, if anything."""
+        if verdict is not None:
+            self.stepper.transaction.begin()
+            view = self.run.view_between_steps(self.stream.epoch)
+            self._refuse_state(view, merge([(STATE_AUDIT, verdict)]))
+
+    def _close(self, case: RefusedStep, resolution: Resolution) -> Action:
+        self.run.close_incident(case, resolution)
         self.on_incident(case.incident)
-        if settlement.action is Action.STOP:
+        if resolution.action is Action.STOP:
             raise TrainingStopped(case.incident, self.run.result) from case.view.error
-        return settlement.action
+        return resolution.action
+
+    # ---- deferred steps: their numbers reach the host several at a time -----------------------------------------
+
+    def _settle(self) -> bool:
+        """Bring deferred steps to the host, so that all that was done is known. True: that made the run go back."""
+        if not self.stepper.num_pending:
+            return False
+        return self._session.deferral.settle(self._committed_late, self._refused_late, self.run.stepped)
+
+    def _committed_late(self, late: Late) -> None:
+        self.stepper.learn(late.view, late.decision)
+        self._committed(late.view, late.decision, late.pending.window)
+        if (refusal := self._session.deferral.too_late(late.decision)) is not None:
+            incident = self.run.open_incident(late.view, refusal)
+            incident.decision.action = str(Action.COMMIT)
+            why = f"{self._session.deferral.too_late_reason}, so it could not be skipped; only what is not finite is skipped in time"
+            incident.decision.reasons = [*incident.decision.reasons, why]
+            self.run.keep(incident)
+            self.on_incident(incident)
+
+    def _refused_late(self, late: Late) -> Action:
+        if late.decision.action is Action.STOP and not late.was_bad:  # the weights have it in them
+            self.run.stepped(late.view, late.decision, "commit")
+            why = Verdict(reason=self._session.deferral.too_late_reason)
+            self._refuse_state(late.view, merge([*late.decision.verdicts.items(), ("loop", why)]))
+        self.stepper.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
+        pending = late.pending
+        return self._refused(late.view, late.decision, pending.window, pending.random_state, is_late=True)
+
+    # ---- between steps -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _started(self, resume: bool | str) -> Iterator[Run]:
+        """The run's directory opened, the guards' hooks installed; everything taken off again at the end."""
+        if self._run is not None:
+            raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
+        step = self.stepper
+        step.training_step = self.training_step  # it may have been set on this instance
+        self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
+        parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
+        with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
+            self._distrust(self._session.checkpoints.begin(run.resumed))
+            run.write_config()
+            yield run
+
+    def _finished(self) -> bool:
+        loop, result = self.config.loop, self.run.result
+        if loop.max_steps is not None:
+            if result.steps + self.stepper.num_pending >= loop.max_steps:
+                self._settle()
+            if result.steps >= loop.max_steps:
+                return True
+        max_epochs = loop.max_epochs if loop.max_epochs is not None or loop.max_steps is not None else 1
+        return max_epochs is not None and self.stream.epoch >= max_epochs
+
+    def _next_window(self) -> list[Any]:
+        step, window = self.stepper, []
+        try:
+            window = self.stream.take(self.config.loop.grad_accum)
+        except Exception as error:
+            if self.run.signal is None:  # else that has ended the loader's workers too
+                window = step.exchange.no_window(error)
+        step.history.epoch = self.stream.epoch
+        if window:
+            step.exchange.warm_up(step, window)
+        else:
+            step.exchange.end_of_epoch(step)
+        return window
+
+    def _end_epoch(self) -> None:
+        self._settle()
+        self.stream.next_epoch()
+        self.run.result.epochs += 1
+        self._evaluate_if_due(epoch_ended=True)
+
+    def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
+        evaluation, result = self.evaluation, self.run.result
+        if evaluation.is_due(result.steps + self.stepper.num_pending, epoch_ended, run_ended):
+            self._settle()  # some of the pending steps may turn out to have been refused
+        if not evaluation.is_due(result.steps, epoch_ended, run_ended):
+            return
+        try:
+            with self.run.phase("evaluation", "evaluating"):
+                metrics, is_best = evaluation.run(result)
+        except Exception:
+            self._save()  # what was learned is not lost with a mistake in the evaluation
+            raise
+        self.run.evaluated(metrics, is_best)
+        self.stepper.schedule.step_with_metric(metrics[self.config.loop.monitor])
+
+    def _ends_early(self) -> bool:
+        """Save and end: the schedule failed, a signal came, or `loop.max_hours` are over."""
+        step, result = self.stepper, self.run.result
+        if (error := step.schedule.error) is not None and not self._finished():
+            self._save()
+            raise UsageError(
+                f"the schedule {type(self.scheduler).__name__} failed after step {step.index - 1}: {error}\n"
+                "To fix: make it for as many steps as the run takes (loop.max_steps)."
+            ) from error
+        if (signal := step.exchange.signal) is not None:
+            self._save()
+            raise Interrupted(signal, result)
+        if step.exchange.out_of_time and not self._finished():
+            self._save()
+            result.status = "paused"
+            return True
+        return False
+
+    def _save(self) -> None:
+        """A checkpoint of this moment is on disk when this returns. If the state is not sound, of the state recovered to."""
+        self._settle()
+        while (problem := self._session.checkpoints.save(required=True)) is not None:
+            self._distrust(problem)
+
+    # ---- for users ---------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        if self._run is None:
+            raise UsageError("there is no run yet.\nTo fix: call fit() first.")
+        return self._run
+
+    @property
+    def has_run(self) -> bool:
+        """`fit` was called."""
+        return self._run is not None
+
+    @property
+    def step(self) -> int:
+        """Index of the step being attempted."""
+        return self.stepper.index if self._run is not None else self.run.step
+
+    def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
+        """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""
+        from ..preflight import check
+
+        return check(self, only, budget)
+
+    def rollback(self, to: str = "trusted", skip_windows: int = 0) -> int:
+        """Go back to an earlier state; returns the step it is of. Raises CheckpointError if there is none.
+
+        `to`: "trusted" is the newest snapshot known to be good, and an older one each time that did not help; "first" is the
+        state that this process started with; "disk" the newest checkpoint. Weights, moments, schedule, scaler, EMA, random
+        state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
+        of it. Attempts, incidents and budgets are not rewound.
+        """
+        self._settle()
+        return self._session.recovery.repairs.go_back(to, skip_windows)[0]
+
+    def guard(self, name: str) -> Guard:
+        """The guard of that name; one that is not there yet is made with its defaults and put to work."""
+        return self.guards.named(name)
+
+    def auxiliary_modules(self) -> list[nn.Module]:
+        """Modules that a step uses and that are not part of the model: its loss, and attributes of a subclass."""
+        called = self.stepper.called
+        own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not called]
+        functions = [self.training_step if self.loss_fn is None else self.loss_fn]
+        return [*own, *(module for function in functions for module in modules_behind(function))]
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of a micro-batch: a scalar tensor, or a dict with `loss` and metrics. Runs under autocast."""
+        if self.loss_fn is None:
+            raise UsageError(
+                "there is nothing to compute the loss with.\n"
+                "To fix: pass loss_fn=…, set `loss` in the config, or define training_step in a subclass."
+            )
+        return self.loss_fn(model, batch)
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
+        """Loss and metrics of an evaluation batch; by default what `training_step` returns."""
+        return self.training_step(model, batch)
+
+    def build_model(self) -> nn.Module:
+        """The model, when none was passed."""
+        if self.config.model is None:
+            raise UsageError(
+                "there is no model.\nTo fix: pass model=…, set `model` in the config, or define build_model."
+            )
+        return instantiate(self.config.model)  # type: ignore[no-any-return]
+
+    def build_data(self) -> Any:
+        """The training data, or a tuple of training and evaluation data, when none was passed."""
+        data = self.config.data
+        if data.train is None:
+            raise UsageError(
+                "there is no training data.\nTo fix: pass train_data=…, set `data.train` in the config, or define build_data."
+            )
+        return instantiate(data.train), None if data.eval is None else instantiate(data.eval)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer, when none was passed."""
+        return build_optimizer(self.config.optimizer, model)
+
+    def build_scheduler(self, optimizer: Optimizer) -> Any:
+        """The learning-rate scheduler or None, when none was passed. Stepped once per committed step."""
+        return None if self.config.scheduler is None else instantiate(self.config.scheduler, optimizer)
+
+    def on_commit(self, view: StepView) -> None:
+        """Called after each committed step."""
+
+    def on_incident(self, incident: Incident) -> None:
+        """Called after each refused step, before the run stops if it does."""

@@ -19,8 +19,11 @@ from . import plots, rounds, startup, variants
 from .workloads import TITLES, WORKLOADS
 
 BASE, CLIP = "plain", "plain + clip"
-LIMITS = {"mlp": 1.10, "gpt": 1.02, "resnet": 1.02, "many": 1.10}
-"""SafeTrainer with its default guards against plain + clip, the same optimizer on both sides."""
+LIMITS = {"mlp": 1.15, "gpt": 1.02, "resnet": 1.02, "many": 1.05}
+"""SafeTrainer with its default guards against plain + clip, the same optimizer on both sides, fused or not."""
+MOST_READS = 1.0
+"""Reads of the device per step, with default guards."""
+JUDGED = {"safetrain": CLIP, "safetrain, fused": "plain + clip, fused"}
 HEADER = ["variant", "ms/step", "fastest", "vs plain", "vs plain + clip", "in CPU time", "peak MB", "host reads/step"]
 WINDOWS = {"mlp": 200, "gpt": 50, "resnet": 50, "many": 50}
 """Steps that are timed at once: whole fifties, because TensorBoard, snapshots and the check of the state come once in 50 steps;
@@ -75,21 +78,28 @@ def bench(name: str, chosen: list[str], num_rounds: int) -> tuple[list[str], dic
         cells = [f"{each['median_ms']:.3f}", f"{each['min_ms']:.3f}", *(f"{ratio:.3f}" for ratio in shown)]
         reads = "" if each["reads"] is None else f"{each['reads']:.2f}"
         lines.append(row([variant, *cells, f"{each['peak_mb']:.0f}", reads]))
-    verdict = numbers["safetrain"]["ratio_to_clip"]
-    noise = abs(numbers["plain again (A/A)"]["ratio"] - 1) if "plain again (A/A)" in numbers else float("nan")
-    is_reached = "reached" if verdict <= LIMITS[name] else "missed"
-    lines += [
-        "",
-        f"Default guards: {verdict:.3f}x of plain + clip ({numbers['safetrain']['cpu_ratio_to_clip']:.3f}x in CPU time); "
-        f"the target is {LIMITS[name]:.2f}x: {is_reached}. Noise floor (A/A): {100 * noise:.1f}%.",
-        "",
-    ]
+    lines += ["", *(verdict(name, ours, numbers[ours]) for ours in JUDGED if ours in numbers)]
+    if "plain again (A/A)" in numbers:
+        lines.append(f"- Noise floor (A/A): {100 * abs(numbers['plain again (A/A)']['ratio'] - 1):.1f}%.")
     for peer in (p for p in variants.PEERS if p in numbers):
         wall, cpu = timings[peer].ratio(timings["safetrain"]), timings[peer].cpu_ratio(timings["safetrain"])
         lines.append(
             f"- {peer}, unguarded: {wall:.2f}x of SafeTrainer's time with default guards ({cpu:.2f}x in CPU time)"
         )
     return [*lines, ""], numbers
+
+
+def verdict(workload: str, ours: str, numbers: dict[str, Any]) -> str:
+    """What the default guards cost, against the target."""
+    ratio, limit, reads = numbers["ratio_to_clip"], LIMITS[workload], numbers["reads"]
+    text = (
+        f"- Default guards ({ours}): {ratio:.3f}x of {JUDGED[ours]} ({numbers['cpu_ratio_to_clip']:.3f}x in CPU time); "
+        f"the target is {limit:.2f}x: {'reached' if ratio <= limit else 'missed'}."
+    )
+    if reads is not None:
+        is_reached = "reached" if reads <= MOST_READS else "missed"
+        text += f" Host reads per step: {reads:.2f}; the target is {MOST_READS:.0f}: {is_reached}."
+    return text
 
 
 def phase_table(name: str) -> tuple[list[str], dict[str, float]]:
@@ -139,17 +149,17 @@ def soak(num_steps: int) -> tuple[list[str], dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "speed.soak", str(num_steps)], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     lines = [
-        f"### {told['steps']:,} tiny steps, by tenths",
+        f"### {found['steps']:,} tiny steps, by tenths",
         "",
         row(["tenth", "µs/step", "resident MB", "journal MB"]),
         row(["---:"] * 4),
     ]
-    for index, tenth in enumerate(told["tenths"], 1):
+    for index, tenth in enumerate(found["tenths"], 1):
         cells = [f"{tenth['us_per_step']:.0f}", f"{tenth['resident_mb']:.0f}", f"{tenth['journal_mb']:.1f}"]
         lines.append(row([str(index), *cells]))
-    return [*lines, ""], told
+    return [*lines, ""], found
 
 
 def main() -> None:
@@ -162,12 +172,14 @@ def main() -> None:
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead of the table")
     parser.add_argument("--startup", action="store_true", help="the way to the first step instead of the table")
     parser.add_argument(
-        "--same-memory", action="store_true", help="freed memory is kept in all variants, as SafeTrainer does by itself"
+        "--system-memory",
+        action="store_true",
+        help="freed memory goes back to the system in all variants; without it, all keep it as `safetrain fit` does",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.same_memory:
+    if not asked.system_memory:
         os.environ |= {
             "MALLOC_MMAP_THRESHOLD_": str(allocator.MAPPED_FROM),
             "MALLOC_TRIM_THRESHOLD_": str(allocator.MOST_KEPT),
@@ -181,11 +193,11 @@ def main() -> None:
     if asked.startup:
         kind = "startup"
         with tempfile.TemporaryDirectory() as folder:
-            numbers[kind] = told = startup.measure(asked.rounds or 5, folder)
+            numbers[kind] = taken = startup.measure(asked.rounds or 5, folder)
         lines += [
-            f"To the first step of fit: {told['fit']:.2f} s",
-            f"import torch, accelerate, and the model: {told['import']:.2f} s ({told['ratio_to_import']:.2f}x)",
-            f"the same and an optimizer: {told['with_optimizer']:.2f} s ({told['ratio_to_with_optimizer']:.2f}x)",
+            f"To the first step of fit: {taken['fit']:.2f} s",
+            f"import torch, accelerate, and the model: {taken['import']:.2f} s ({taken['ratio_to_import']:.2f}x)",
+            f"the same and an optimizer: {taken['with_optimizer']:.2f} s ({taken['ratio_to_with_optimizer']:.2f}x)",
         ]
     elif asked.soak:
         kind = "soak"
@@ -203,7 +215,9 @@ def main() -> None:
         ratios = {}
         for name in asked.workloads:
             chosen = [
-                v for v in variants.installed() if not asked.variants or v in (*asked.variants, BASE, CLIP, "safetrain")
+                v
+                for v in variants.installed()
+                if not asked.variants or v in (*asked.variants, BASE, *JUDGED, *JUDGED.values())
             ]
             more, numbers[name] = bench(name, chosen, asked.rounds or ROUNDS[name])
             print("\n".join(more), flush=True)

@@ -33,7 +33,7 @@ class HostReads(TorchDispatchMode):
 
 
 class Gate:
-    """Counts steps. After the warm-up it tells the time of each window, and waits for a line on the standard input."""
+    """Counts steps. After the warm-up it prints the time of each window, and waits for a line on standard input."""
 
     def __init__(self, warmup: int, window: int, rounds: int, count_reads: bool = False, phases: bool = False) -> None:
         self.warmup, self.window = warmup, window
@@ -53,7 +53,7 @@ class Gate:
             return
         if self._begin is not None:
             cpu = time.process_time() - self._cpu_begin
-            self._tell({"seconds": time.perf_counter() - self._begin, "cpu": cpu, "reads": HostReads.count})
+            self._report({"seconds": time.perf_counter() - self._begin, "cpu": cpu, "reads": HostReads.count})
         elif self._reads is not None:
             self._reads.__enter__()
         if self._seen < self.num_steps:
@@ -64,9 +64,9 @@ class Gate:
     def finish(self) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         middle = {name: sorted(times)[len(times) // 2] for name, times in self.phases.items() if times}
-        self._tell({"peak_mb": peak, "phases": middle, **self.notes})
+        self._report({"peak_mb": peak, "phases": middle, **self.notes})
 
-    def _tell(self, about: dict[str, Any]) -> None:
+    def _report(self, about: dict[str, Any]) -> None:
         self._out.write(json.dumps(about) + "\n")
         self._out.flush()
 
@@ -83,8 +83,8 @@ class Gate:
             "measure: norm, signals, one vector": (trainer, "_measure"),
             "read: the view on the host": (trainer, "_view"),
             "judge": (trainer, "_judge"),
-            "commit: update, learn, tell": (trainer, "_commit"),
-            "  of which learn and tell": (trainer, "committed"),
+            "commit: update, learn, log": (trainer, "_commit"),
+            "  of which learn and log": (trainer, "committed"),
         }
         for name, (owner, method) in places.items():
             setattr(owner, method, _timed(getattr(owner, method), self.phases.setdefault(name, [])))

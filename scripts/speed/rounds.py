@@ -19,7 +19,7 @@ class Timing:
     cpu: list[float] = field(default_factory=list)
     """Of each window, those in which the process had a core: other people's load is not in them, nor is waiting for a disk."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Peak memory, and what else the worker has to tell."""
+    """Peak memory, and what else the worker reports."""
 
     @property
     def least(self) -> float:
@@ -52,10 +52,10 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        told = self._line()
-        self.timing.seconds.append(told["seconds"])
-        self.timing.cpu.append(told["cpu"])
-        self.reads.append(told["reads"])
+        window = self._line()
+        self.timing.seconds.append(window["seconds"])
+        self.timing.cpu.append(window["cpu"])
+        self.reads.append(window["reads"])
 
     def finish(self) -> Timing:
         self.timing.about = self._line()

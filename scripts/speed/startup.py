@@ -47,8 +47,8 @@ def measure(rounds: int, folder: str) -> dict[str, float]:
             taken = seconds(code, f"{folder}/{index}")
             if index:
                 times[name].append(taken)
-    told = {name: statistics.median(each) for name, each in times.items()}
+    taken = {name: statistics.median(each) for name, each in times.items()}
     for base in ("import", "with_optimizer"):
         pairs = zip(times[base], times["fit"], strict=True)
-        told[f"ratio_to_{base}"] = statistics.median(fit / other for other, fit in pairs)
-    return told
+        taken[f"ratio_to_{base}"] = statistics.median(fit / other for other, fit in pairs)
+    return taken

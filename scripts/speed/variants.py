@@ -62,7 +62,7 @@ def safetrain(work: Workload, gate: Gate, fused: bool, guards: Any = None, confi
             gate.step()
 
     with tempfile.TemporaryDirectory() as run_dir:
-        loop = {"max_steps": gate.num_steps, "log_every": 50, "device": "cpu", **(config or {})}
+        loop = {"max_steps": gate.num_steps, "log_every": 50, "device": "cpu", "keep_memory": False, **(config or {})}
         trainer = Gated(
             work.model,
             loss_fn=cross_entropy,

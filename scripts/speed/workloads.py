@@ -84,7 +84,7 @@ def many() -> Workload:
 
 
 def parameters(count: int) -> Workload:
-    """An MLP of about so many parameters."""
+    """An MLP of about this many parameters."""
     return mlp(width=max(8, round((count / 2) ** 0.5)), num_layers=4)
 
 

@@ -1,10 +1,9 @@
-"""Runs that end as if the machine had gone, and a comparison of all that must survive it."""
-
-import json
+"""Runs that end as if the machine had crashed, and a comparison of everything that must survive it."""
 
 import pytest
 import torch
 from checkpoint_cases import Gone
+from records import journal
 from small import assert_same, mse
 from torch import nn
 
@@ -53,8 +52,7 @@ def survivors(trainer):
     for incident in rest["progress"]["run"]["result"]["incidents"]:
         del incident["time"]
         incident["trigger"]["value"] = repr(incident["trigger"]["value"])
-    lines = [json.loads(line) for line in (trainer.run.dir / "journal.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["event"] in ("step", "eval")]
+    kept = [line for line in journal(trainer.run.dir) if line["event"] in ("step", "eval")]
     return {"tensors": loaded.state.tensors, "rest": rest, "journal": kept}
 
 

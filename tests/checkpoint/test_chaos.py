@@ -1,4 +1,4 @@
-"""The chaos script: a short form each time, the whole of it when slow tests run."""
+"""scripts/chaos.py: a short form in every test run, the full script with the slow tests."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_full_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_of_it(tmp_path):
+def test_the_full_script(tmp_path):
     out = chaos(tmp_path, "--kills", "30", "--flips", "200", "--stages", "30")
     assert out.count("0 unloadable, 0 acknowledged saves lost, final state bit-identical") == 3
     assert "nothing was lost" in out

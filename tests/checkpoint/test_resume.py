@@ -1,12 +1,14 @@
-"""A run that dies and is resumed ends bit for bit where it would have ended."""
+"""A run that is killed and resumed ends bit-identical to an uninterrupted one."""
 
-import json
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_cases import Counting, Gone, Iterable, OwnState, make_samples
+from records import journal
 from small import make_batches, mse
 from torch.utils.data import DataLoader
 
@@ -26,11 +28,7 @@ def test_a_data_set_with_shuffling_accumulation_ema_schedule_refusals_and_evalua
         "checkpoint": {"async": background},
     }
     check_exact(
-        (3, 9, 9, 17),
-        data=lambda: Counting(bad=(7, 30)),
-        config=config,
-        eval_data=make_batches(2),
-        scheduler=COSINE,
+        (3, 9, 9, 17), data=lambda: Counting(bad=(7, 30)), config=config, eval_data=make_batches(2), scheduler=COSINE
     )
 
 
@@ -40,7 +38,7 @@ def test_the_fp16_scaler_and_its_history(check_exact):
     assert whole.run.result.overflows > 0
 
 
-def test_backoff_and_adaptive_clipping_in_full_swing(check_exact):
+def test_backoff_and_adaptive_clipping(check_exact):
     guards = {"backoff": {"recovery_steps": 300}, "clip": {"warmup_steps": 3}}
     config = {"seed": 2, "loop": {"max_steps": 26}, "guards": guards, "data": {"batch_size": 4}}
     config |= {"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}}  # the learning rate is suspected then
@@ -49,7 +47,7 @@ def test_backoff_and_adaptive_clipping_in_full_swing(check_exact):
     assert backoff.level.scale < 1.0
 
 
-def test_without_a_seed_what_was_drawn_is_what_counts(check_exact):
+def test_a_run_without_a_seed(check_exact):
     config = {"loop": {"max_steps": 15}, "data": {"batch_size": 4}}
     check_exact((2, 9), data=lambda: Counting(), config=config)
 
@@ -149,11 +147,10 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(start, tmp_path):
         path.rmdir()
     result = start("run", train_data=make_batches(4)).fit(resume=True)
     assert (result.steps, result.attempted) == (4, 4)
-    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in journal if line["event"] == "step"] == [0, 1, 2, 3]
+    assert [line["step"] for line in journal(tmp_path / "run") if line["event"] == "step"] == [0, 1, 2, 3]
 
 
-def test_a_finished_run_resumes_to_the_same_result_and_goes_on_if_asked(start):
+def test_a_finished_run_resumes_to_the_same_result_or_trains_longer(start):
     batches = make_batches(30)
     first = start("run", train_data=batches, config={"loop": {"max_steps": 10}}).fit()
     again = start("run", train_data=batches, config={"loop": {"max_steps": 10}}, seed_of_process=3).fit(resume=True)
@@ -163,7 +160,7 @@ def test_a_finished_run_resumes_to_the_same_result_and_goes_on_if_asked(start):
     assert longer.losses == straight.losses
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_said(check_exact, start, tmp_path):
+def test_a_damaged_newest_checkpoint_is_passed_over_and_logged(check_exact, start, tmp_path):
     data = lambda: make_batches_of_seed(8)  # noqa: E731
     whole = start("whole", train_data=data(), config={"loop": {"max_steps": 20}})
     whole.fit()
@@ -179,12 +176,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(check_exact, start,
         torch.equal(a, b)
         for a, b in zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
     )
-    notes = [json.loads(x) for x in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    assert any(n["event"] == "note" and newest.name in n["text"] and "passed over" in n["text"] for n in notes)
+    notes = [line["text"] for line in journal(tmp_path / "run") if line["event"] == "note"]
+    assert any(newest.name in text and "passed over" in text for text in notes)
     assert (newest.parent / f"{newest.name}.damaged").is_dir()
 
 
-def test_only_damaged_checkpoints_are_an_error_and_nothing_is_touched(start, tmp_path):
+def test_only_damaged_checkpoints_are_an_error_and_nothing_is_written(start, tmp_path):
     start("run", train_data=make_batches(4)).fit()
     for path in CheckpointStore(tmp_path / "run" / "checkpoints").paths():
         (path / "state.pt").write_bytes(b"")
@@ -194,15 +191,13 @@ def test_only_damaged_checkpoints_are_an_error_and_nothing_is_touched(start, tmp
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
 
 
-def test_a_torn_last_line_of_the_journal_is_mended(start, tmp_path):
+def test_a_torn_last_line_of_the_journal_is_repaired(start, tmp_path):
     with pytest.raises(Gone):
         start("run", 6, train_data=make_batches_of_seed(8), config={"loop": {"max_steps": 12}}).fit()
-    journal = tmp_path / "run" / "journal.jsonl"
-    with open(journal, "a") as file:
+    with open(tmp_path / "run" / "journal.jsonl", "a") as file:
         file.write('{"event": "step", "ste')
     start("run", train_data=make_batches_of_seed(8), config={"loop": {"max_steps": 12}}).fit(resume=True)
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(12))
+    assert [line["step"] for line in journal(tmp_path / "run") if line["event"] == "step"] == list(range(12))
 
 
 def test_allowed_changes_apply_and_others_are_refused_with_the_difference(start):
@@ -243,11 +238,10 @@ def test_two_runs_on_one_directory_are_refused(start):
     assert start("run", cls=Nested, train_data=make_batches(2)).fit().steps == 2
 
 
-def test_what_cannot_be_exact_is_said_once_at_the_start(start, tmp_path):
+def test_caveats_of_a_resume_are_logged_at_the_start(start, tmp_path):
     def notes(name, batches, **config):
         start(name, train_data=batches, config=config).fit()
-        lines = [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
-        return [line["text"] for line in lines if line["event"] == "note"]
+        return [line["text"] for line in journal(tmp_path / name) if line["event"] == "note"]
 
     assert notes("list", make_batches(2)) == []
     assert notes("map", make_samples(), data={"batch_size": 20}) == []
@@ -258,9 +252,6 @@ def test_what_cannot_be_exact_is_said_once_at_the_start(start, tmp_path):
 
 
 def test_a_signal_saves_and_the_run_goes_on_exactly(start):
-    import os
-    import signal
-
     class Signalled(SafeTrainer):
         def on_commit(self, view):
             if view.step == 5:

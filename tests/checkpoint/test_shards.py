@@ -1,4 +1,4 @@
-"""Checkpoints in parts, as one process reads them."""
+"""Sharded checkpoints, read by one process."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ class RunsCode:
         return os.system, (self.command,)
 
 
-def test_a_forged_index_runs_nothing(tmp_path):
+def test_forged_metadata_runs_no_code(tmp_path):
     trace = tmp_path / "trace"
     forged = Metadata(state_dict_metadata={"model/weight": RunsCode(f"touch {trace}")})
     (tmp_path / METADATA).write_bytes(pickle.dumps(forged))
@@ -28,7 +28,7 @@ def test_a_forged_index_runs_nothing(tmp_path):
     assert not trace.exists()
 
 
-def test_names_within_names_are_not_followed(tmp_path):
+def test_dotted_names_in_metadata_are_not_resolved(tmp_path):
     # Protocol 4 can name attributes of what a module has imported: torch.distributed.checkpoint.filesystem -> os.system
     code = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x94\x8c\x09os.system\x94\x93\x94."
     (tmp_path / METADATA).write_bytes(code)
@@ -37,12 +37,12 @@ def test_names_within_names_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense"])
-def test_an_index_that_is_none_is_damaged(tmp_path, content):
+def test_invalid_metadata_is_damaged(tmp_path, content):
     (tmp_path / METADATA).write_bytes(content)
     with pytest.raises(Damaged):
         read_shards(tmp_path, plain_memory)
 
 
-def test_memory_is_of_the_right_kind():
+def test_plain_memory_has_shape_and_dtype():
     memory = plain_memory("model/weight", torch.Size([2, 3]), torch.bfloat16)
     assert (memory.shape, memory.dtype) == ((2, 3), torch.bfloat16)

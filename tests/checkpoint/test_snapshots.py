@@ -1,10 +1,10 @@
 """Snapshots in memory, and rolling back to them."""
 
-import json
 import math
 
 import pytest
 import torch
+from records import journal
 from small import assert_same, deep_state, make_batches, make_model, mse
 
 from safetrain import CheckpointError, SafeTrainer, UsageError
@@ -19,10 +19,10 @@ def state(value=1.0, moment=0.5, bias=0.0):
         "model/b": torch.full((2,), bias),
         "optimizer/0/exp_avg_sq": torch.full((4,), moment),
     }
-    return TrainState(tensors, {"born_bad": [], "buffers": [], "num_committed": 0})
+    return TrainState(tensors, {"nonfinite_by_design": [], "buffers": [], "num_committed": 0})
 
 
-def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
+def test_a_snapshot_is_a_copy_whose_memory_is_reused():
     ring = SnapshotRing(size=2, trust_after=0)
     live = state()
     for step in range(6):
@@ -48,7 +48,7 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
         (state(bias=11.0), "model/b"),
     ],
 )
-def test_the_audit_refuses(bad, what):
+def test_the_audit_refuses_a_bad_state(bad, what):
     ring = SnapshotRing(3, 0)
     ring.take(0, state())
     assert list(ring.take(1, bad).problems) == [what]
@@ -70,7 +70,7 @@ def test_trust_is_earned_by_healthy_steps_in_a_row():
     assert ring._ring[0].trusted
 
 
-def test_growth_that_stays_is_accepted_unless_it_is_beyond_reason():
+def test_lasting_growth_is_accepted_up_to_a_limit():
     ring = SnapshotRing(3, trust_after=1)
     ring.take(0, state())
     grown = state(5e4)
@@ -92,7 +92,7 @@ def test_the_only_trusted_snapshot_is_not_overwritten():
     assert [(s.step, s.trusted) for s in ring._ring] == [(1, True), (6, False)]
 
 
-def test_repeated_rollbacks_go_further_back_and_restart_goes_to_the_first():
+def test_repeated_rollbacks_pick_older_snapshots_and_restart_the_first():
     ring = SnapshotRing(3, trust_after=1)
     for step in range(4):
         ring.take(step, state())
@@ -124,12 +124,10 @@ def train(tmp_path):
 def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(train, precision):
     class Rolling(SafeTrainer):
         def on_commit(self, view):
-            if self.run.result.steps == 10 and self.run.result.rollbacks == 0:
-                self.before = None
             if self.run.result.steps == 14 and self.run.result.rollbacks == 0:
                 refusals, consumed = self.run.num_refusals, self.stream.num_consumed
                 step = self.rollback(skip_windows=2)
-                snapshot = next(s for s in self._keeper.snapshots._ring if s.step == step)
+                snapshot = next(s for s in self._session.checkpoints.snapshots._ring if s.step == step)
                 assert snapshot.trusted
                 assert self.run.result.steps == self.scheduler.last_epoch == 10
                 assert_same(deep_state(self), self.at_ten)
@@ -138,9 +136,6 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
                 assert (self.run.num_refusals, self.stream.num_consumed) == (refusals, consumed + 2)
                 assert len(self.run.result.incidents) == 1
 
-    trainer = None
-
-    class Watching(Rolling):
         def run_step(self, window):
             super().run_step(window)
             if self.run.result.steps == 10 and not hasattr(self, "at_ten"):
@@ -150,16 +145,15 @@ def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(trai
         "loop": {"precision": precision, "ema": 0.9, "max_steps": 20},
         "checkpoint": {"snapshot_every": 5, "trust_after": 3},
     }
-    trainer = train(Watching, make_batches(60, bad=(4,)), **config)
+    trainer = train(Rolling, make_batches(60, bad=(4,)), **config)
     result = trainer.fit()
     assert (result.rollbacks, result.steps) == (1, 20)
     assert result.attempted == result.skipped + 24
-    lines = [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
-    assert [line["committed"] for line in lines if line["event"] == "rollback"] == [10]
+    assert [line["committed"] for line in journal(result) if line["event"] == "rollback"] == [10]
 
 
 @pytest.mark.parametrize(("to", "steps"), [("first", 0), ("disk", 8)])
-def test_other_places_to_go_back_to(train, to, steps):
+def test_rollback_to_the_first_state_or_to_disk(train, to, steps):
     class Rolling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 10:
@@ -170,7 +164,7 @@ def test_other_places_to_go_back_to(train, to, steps):
     assert (result.steps, result.attempted) == (15, 15 + 11 - steps)
 
 
-def test_there_may_be_nothing_to_go_back_to(train):
+def test_a_rollback_without_snapshots_is_an_error(train):
     class Rolling(SafeTrainer):
         def on_commit(self, view):
             with pytest.raises(CheckpointError, match="no state to go back to"):
@@ -181,14 +175,14 @@ def test_there_may_be_nothing_to_go_back_to(train):
     assert train(Rolling, make_batches(2), checkpoint={"snapshot_every": None}).fit().steps == 2
 
 
-def test_a_wrong_state_is_not_taken_and_said(train, caplog):
+def test_a_suspicious_state_is_not_taken_as_a_snapshot_and_logged(train, caplog):
     class Flipping(SafeTrainer):
         def on_commit(self, view):
             if view.step == 6:
                 with torch.no_grad():
                     self.model[0].weight[0, 0] = 5e3
             if view.step == 9:
-                assert list(self._keeper.rejected) == ["model/0.weight"]
+                assert list(self._session.checkpoints.rejected) == ["model/0.weight"]
                 self.rollback()
                 assert self.model[0].weight.abs().max() < 10
 
@@ -198,7 +192,7 @@ def test_a_wrong_state_is_not_taken_and_said(train, caplog):
     assert "no snapshot was taken" in caplog.text
 
 
-def test_snapshots_change_no_number(train):
+def test_snapshots_do_not_change_the_weights(train):
     weights = []
     for num, every in enumerate((None, 1, 7)):
         torch.manual_seed(3)

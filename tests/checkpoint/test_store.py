@@ -28,7 +28,7 @@ def store(tmp_path):
 
 def make_state(**tensors):
     tensors = {"model/w": torch.randn(5, 3), "optimizer/0/exp_avg_sq": torch.rand(5, 3), **tensors}
-    return TrainState(tensors, {"born_bad": [], "numbers": [1, 2.5, math.nan], "buffers": []})
+    return TrainState(tensors, {"nonfinite_by_design": [], "numbers": [1, 2.5, math.nan], "buffers": []})
 
 
 def write(store, step, **tensors):
@@ -52,7 +52,7 @@ def test_every_type_of_tensor_comes_back_bit_for_bit(store):
     assert repr(loaded.rest["numbers"]) == "[1, 2.5, nan]"
 
 
-def test_the_written_file_is_one_of_safetensors_and_its_checksum_is_that_of_the_file(tmp_path):
+def test_a_written_file_loads_with_safetensors_and_has_the_returned_checksum(tmp_path):
     tensors = {"a": torch.randn(300_000), "b": torch.arange(5), "c": torch.tensor(1.5)}
     written = write_tensors(tmp_path / "x", tensors)
     assert_same(dict(sorted(load_file(tmp_path / "x").items())), tensors)
@@ -61,7 +61,7 @@ def test_the_written_file_is_one_of_safetensors_and_its_checksum_is_that_of_the_
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["model/w", "ema/w", "optimizer/0/exp_avg", "extra/0"])
-def test_a_value_that_is_not_finite_is_never_saved(store, name, value):
+def test_a_non_finite_value_is_never_saved(store, name, value):
     tensor = torch.zeros(400_000)
     tensor[311_111] = value
     before = write(store, 1)
@@ -77,7 +77,7 @@ def test_huge_finite_values_are_fine_and_a_negative_second_moment_is_not(store):
         write(store, 2, **{"optimizer/0/exp_avg_sq": torch.tensor([1.0, -1.0])})
 
 
-def test_all_flips_truncations_and_missing_files_are_found_and_the_one_before_is_used(store):
+def test_bit_flips_truncations_and_missing_files_fall_back_to_the_previous_checkpoint(store):
     older, newest = write(store, 1), write(store, 2)
     generator = torch.Generator().manual_seed(0)
     for path in sorted(newest.iterdir()):
@@ -95,7 +95,7 @@ def test_all_flips_truncations_and_missing_files_are_found_and_the_one_before_is
     assert store.load_newest().path == newest
 
 
-def test_a_checkpoint_of_another_schema_says_so(store):
+def test_a_checkpoint_of_another_schema_is_an_error(store):
     path = write(store, 1)
     body = json.loads((path / "manifest.json").read_text())
     del body["checksum"]
@@ -113,7 +113,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("writer", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content, 2))])
-def test_a_malicious_checkpoint_runs_nothing(store, tmp_path, writer):
+def test_a_malicious_checkpoint_runs_no_code(store, tmp_path, writer):
     path = write(store, 1)
     writer({"tensors": {}, "x": Malicious(str(tmp_path / "owned"))}, path / "state.pt")
     body = json.loads((path / "manifest.json").read_text())
@@ -138,14 +138,14 @@ def test_a_manifest_cannot_point_outside(store):
         store.load(path)
 
 
-def test_rotation_keeps_what_is_chosen_the_newest_and_what_is_linked(store):
+def test_rotation_keeps_the_chosen_the_newest_and_the_linked_ones(store):
     paths = [write(store, step) for step in range(5)]
     store.point("best", paths[1])
     store.rotate(lambda sound: {paths[2]})
     assert store.paths() == [paths[1], paths[2], paths[4]]
 
 
-def test_nothing_is_removed_when_the_newest_is_not_sound(store):
+def test_nothing_is_removed_when_the_newest_is_damaged(store):
     paths = [write(store, step) for step in range(3)]
     (paths[-1] / "state.pt").write_bytes(b"x")
     store.rotate(lambda sound: set())
@@ -177,7 +177,7 @@ def test_keep_last_best_and_every(tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("ladder", [["rollback"], ["disk"], []])
-def test_a_bad_state_is_never_saved_and_the_run_goes_back_or_stops(tmp_path, background, ladder):
+def test_a_bad_state_is_never_saved_and_the_run_rolls_back_or_stops(tmp_path, background, ladder):
     class Spoiling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 4:
@@ -226,7 +226,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_
         assert CheckpointStore(tmp_path / "run" / "checkpoints").load_newest().manifest.step == 12
 
 
-def test_a_vanished_run_directory_is_said_and_not_made_again(tmp_path, caplog):
+def test_a_deleted_run_directory_is_an_error_and_not_recreated(tmp_path, caplog):
     class Removing(SafeTrainer):
         def on_commit(self, view):
             if view.step == 2:

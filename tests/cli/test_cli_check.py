@@ -71,7 +71,7 @@ def test_a_healthy_config_passes_and_leaves_no_file(capsys: pytest.CaptureFixtur
     assert files() == before
 
 
-def test_what_fails_is_told_with_its_fix_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_shown_with_its_fix_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["check", "c.yaml", "data.train.nan=[5,40]", "--only", "labels,data_finite"]
     assert run(arguments) == 3
     text = capsys.readouterr().out

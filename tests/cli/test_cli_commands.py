@@ -203,6 +203,23 @@ def test_explain_draws_the_loop_in_order(capsys: pytest.CaptureFixture[str]) -> 
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("_target_: torch.optim.Adam, lr: 0.1", "Adam(lr=0.1) (fused);"),
+        ("_target_: safetrain.optimizers.adamw, lr: 0.1", "adamw(lr=0.1) (fused);"),
+        ("_target_: torch.optim.RMSprop, lr: 0.1", "RMSprop(lr=0.1);"),
+        ("_target_: torch.optim.Adam, fused: false", "Adam(fused=False);"),
+        ("_target_: torch.optim.SGD, foreach: true", "SGD(foreach=True);"),
+    ],
+)
+def test_explain_says_whether_the_optimizer_is_fused(
+    capsys: pytest.CaptureFixture[str], optimizer: str, said: str
+) -> None:
+    text = out(capsys, "explain", "quickstart", f"optimizer={{{optimizer}}}")
+    assert f" {said} schedule: " in text.partition("● commit")[2]
+
+
 def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[str]) -> None:
     text = out(capsys, "explain", "quickstart", "guards.clip.mode=norm", "~guards.backoff")
 
@@ -220,7 +237,7 @@ def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[st
     assert "backoff" not in at("judge")
 
 
-def test_explain_tells_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     changes = [
         "loop.grad_accum=4",
         "recovery.max_refusals=17",

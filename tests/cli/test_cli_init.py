@@ -33,7 +33,7 @@ def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_files_are_created_and_the_next_steps_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_created_and_the_next_steps_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "deep/project"]) == 0
     out = capsys.readouterr().out
     assert sorted(path.name for path in Path("deep/project").iterdir()) == FILES

@@ -90,7 +90,7 @@ def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent: str, co
     assert steps_of("pieces") == steps_of("whole") == list(range(16))
 
 
-def test_fit_resume_auto_starts_goes_on_and_needs_a_directory(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_resume_auto_starts_continues_and_needs_a_directory(capfd: pytest.CaptureFixture[str]) -> None:
     assert in_process("fit", "c.yaml", "-q", "--out", "run", "--resume", "auto", SIGNAL="kill") == -signal.SIGKILL
     assert fit("--out", "run", "--resume", "auto") == 0
     assert steps_of("run") == list(range(16))
@@ -190,16 +190,16 @@ def test_torch_is_not_imported_for_help() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True).returncode == 0
 
 
-def test_a_forced_change_of_what_is_in_the_saved_state_is_told_as_it_is() -> None:
+def test_a_forced_change_of_what_is_in_the_saved_state_is_reported() -> None:
     before, after = (load_config({"optimizer": {"_target_": "torch.optim.SGD", "lr": lr}}) for lr in (0.1, 0.5))
     after.loop.max_steps = 7
     assert check_changes(before, after, force=True) == [
-        "optimizer.lr: 0.1 -> 0.5 (not applied: the state that was saved goes on with its own)",
+        "optimizer.lr: 0.1 -> 0.5 (not applied: the saved state has its own value)",
         "loop.max_steps: None -> 7",
     ]
 
 
-def test_a_run_that_becomes_longer_than_its_schedule_is_told_so() -> None:
+def test_a_run_that_becomes_longer_than_its_schedule_is_warned_about() -> None:
     schedule = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 20}
     before, after = (load_config({"scheduler": schedule, "loop": {"max_steps": steps}}) for steps in (20, 30))
     lengthened, schedule_is_over = check_changes(before, after, force=False)

@@ -173,7 +173,7 @@ def test_a_port_that_is_in_use():
             assert done.returncode == (2 if "-m" in command else 1)
 
 
-def told(capfd):
+def reported(capfd):
     """The traceback, and what is said after it."""
     trace, _, rest = capfd.readouterr().err.partition("\n\n")
     return trace, rest
@@ -181,7 +181,7 @@ def told(capfd):
 
 def test_data_that_is_missing(capfd):
     assert run(["fit", "c.yaml", "data.train.path=missing.csv"]) == 1
-    trace, message = told(capfd)
+    trace, message = reported(capfd)
     assert trace.splitlines()[-1] == "FileNotFoundError: [Errno 2] No such file or directory: 'missing.csv'"
     assert "mistaken_parts.py" in trace
     assert f"To fix: make sure that missing.csv exists, a relative path, looked up in {os.getcwd()}." in message
@@ -192,7 +192,7 @@ def test_data_that_is_missing(capfd):
 
 def test_a_model_that_raises(capfd):
     assert run(["fit", "c.yaml", "model._target_=./mistaken_parts.py:Raising"]) == 1
-    trace, message = told(capfd)
+    trace, message = reported(capfd)
     assert re.findall(r", in (\w+)", trace) == ["forward", "helper"]  # the user's own frames, and all of them
     assert "return x.reshape(7, -1)  # does not fit" in trace
     assert trace.splitlines()[-1] == "RuntimeError: shape '[7, -1]' is invalid for input of size 12"
@@ -208,7 +208,7 @@ def test_a_model_that_raises(capfd):
 
 def test_with_v_no_frame_is_left_out(capfd):
     assert run(["fit", "c.yaml", "-v", "model._target_=./mistaken_parts.py:Raising"], verbose=True) == 1
-    trace, message = told(capfd)
+    trace, message = reported(capfd)
     assert "in run_step" in trace
     assert "left out" not in message
 
@@ -236,7 +236,7 @@ def test_an_exception_late_in_a_run_says_how_to_go_on(capfd):
         "            raise ValueError('too late')\n"
     )
     assert run(["fit", "c.yaml", "--out", "run", "trainer._target_=./late.py:Late"]) == 1
-    _, message = told(capfd)
+    _, message = reported(capfd)
     assert "late.py:5, in on_commit" in message
     assert "Then go on from the last checkpoint: safetrain resume run" in message
 

@@ -312,7 +312,7 @@ def test_a_misspelt_guard_that_is_turned_off_is_not_silently_left_on() -> None:
 # --- origins -----------------------------------------------------------------------------------------------------
 
 
-def test_origins_tell_where_each_value_came_from() -> None:
+def test_origins_name_where_each_value_came_from() -> None:
     write("shared/base.yaml", "seed: 1\nloop:\n  max_steps: 5\n  log_every: 5\n")
     write("main.yaml", "extends: shared/base.yaml\n\nloop:\n  log_every: 6\nguards: {clip: null}\n")
     loaded = load("main.yaml", ["data.batch_size=8", Override("seed", 3, origin="--seed")])

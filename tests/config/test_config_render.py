@@ -139,7 +139,7 @@ def test_the_schema_text_names_every_field_with_what_it_accepts() -> None:
         assert all(f"        {option}: " in text for option in fields_of(guard.Config))
 
 
-def test_the_schema_of_a_config_tells_what_its_targets_accept() -> None:
+def test_the_schema_of_a_config_shows_what_its_targets_accept() -> None:
     assert "optimizer: torch.optim.AdamW(params, lr=0.001, " in schema_text(load_config())
 
 

@@ -109,7 +109,7 @@ def test_signatures_in_files(source: str, names: list[str]) -> None:
         "def make(:",
     ],
 )
-def test_what_the_source_does_not_tell_is_left_to_run_time(source: str) -> None:
+def test_what_the_source_leaves_open_is_checked_at_run_time(source: str) -> None:
     path = write("m.py", source)
     assert static_signature(f"{path}:make") is None
     load_config({"model": {"_target_": "./m.py:make", "anything": 1}})

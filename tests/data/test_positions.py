@@ -1,4 +1,4 @@
-"""Entering data in the middle: exactly, and without reading what was consumed before."""
+"""Data streams resume in the middle of an epoch: exactly, and without reading what was consumed before."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from small import assert_same
 from torch.utils.data import DataLoader
 
 from safetrain.config.schema import DataConfig
-from safetrain.data.sampler import EpochBatches
+from safetrain.data.sampler import ResumableBatchSampler
 from safetrain.data.stream import open_stream
 
 
@@ -19,7 +19,7 @@ def stream_over(data, workers=0, rank=0, world_size=1, drop_last=False):
 
 
 def rest_of(stream, num_epochs=2):
-    """What the stream still gives: this epoch, and the ones after it."""
+    """The remaining batches of this epoch and of the ones after it."""
     found = []
     for _ in range(num_epochs):
         while window := stream.take(2):
@@ -45,7 +45,7 @@ KINDS = {
 
 @pytest.mark.parametrize("position", [0, 2, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_goes_on_where_its_state_says(kind, position):
+def test_a_stream_resumes_where_its_state_says(kind, position):
     torch.manual_seed(5)
     one = stream_over(KINDS[kind]())
     torch.manual_seed(6)
@@ -63,7 +63,7 @@ def test_a_stream_goes_on_where_its_state_says(kind, position):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_is_entered_without_reading_what_came_before(workers):
+def test_a_map_style_data_set_resumes_without_reading_earlier_samples(workers):
     data = Counting(400)
     stream = stream_over(data, workers)
     stream.take(90)
@@ -78,7 +78,7 @@ def test_a_data_set_is_entered_without_reading_what_came_before(workers):
     assert len(fresh.asked) <= 40  # in this process; with workers none at all
 
 
-def test_a_loader_is_entered_by_indices_only():
+def test_a_loader_resumes_by_drawing_indices_only():
     data = Counting(400)
     stream = stream_over(DataLoader(data, batch_size=4, shuffle=True))
     stream.take(90)
@@ -91,7 +91,7 @@ def test_a_loader_is_entered_by_indices_only():
     assert len(data.asked) == 40
 
 
-def test_only_what_was_handed_out_counts_however_much_is_prefetched():
+def test_prefetched_batches_do_not_move_the_cursor():
     stream = stream_over(Counting(80), workers=2)
     stream.take(3)
     assert (stream.epoch, stream.num_consumed) == (0, 3)
@@ -110,8 +110,8 @@ def test_a_skip_moves_the_cursor():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_epoch_is_entered_anywhere(shuffle, rank):
-    batches = EpochBatches(21, 2, seed=4, shuffle=shuffle, rank=rank, world_size=2)
+def test_the_batch_sampler_starts_at_any_position(shuffle, rank):
+    batches = ResumableBatchSampler(21, 2, seed=4, shuffle=shuffle, rank=rank, world_size=2)
     batches.epoch = 3
     whole = list(batches)
     assert len(whole) == len(batches) == 5
@@ -120,7 +120,7 @@ def test_an_epoch_is_entered_anywhere(shuffle, rank):
         assert list(batches) == whole[start:]
 
 
-def test_positions_with_several_processes():
+def test_a_shard_of_a_list_resumes():
     batches = [torch.tensor([float(i)]) for i in range(11)]
     stream = stream_over(batches, rank=1, world_size=2)
     stream.take(2)

@@ -1,4 +1,4 @@
-"""One epoch shared out among processes: disjoint, whole, in step, and taken up by another number of them."""
+"""One epoch sharded among processes: disjoint, complete, equally long, and continued by another number of them."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from safetrain import CheckpointError
 from safetrain.config.schema import DataConfig
-from safetrain.data.sampler import EpochBatches
+from safetrain.data.sampler import ResumableBatchSampler
 from safetrain.data.stream import open_stream
 
 
@@ -31,7 +31,7 @@ class NumberStream(IterableDataset):
 
 
 class Restless(Sampler):
-    """Draws anew from the global random state for every index."""
+    """Draws from the global random state for every index."""
 
     def __iter__(self):
         left = list(range(24))
@@ -54,7 +54,7 @@ def streams_over(make, world_size, **options):
 
 
 def windows(streams, count=10**6, size=1):
-    """The windows of each process, as lists of samples; every process draws other random numbers meanwhile."""
+    """The windows of each process, as lists of samples; each process draws other random numbers in between."""
     found = [[] for _ in streams]
     for index in range(count):
         taken = []
@@ -88,7 +88,7 @@ KINDS = {
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_disjoint_and_together_the_whole(kind, world_size):
+def test_shards_are_disjoint_and_cover_the_data(kind, world_size):
     streams = streams_over(KINDS[kind], world_size)
     epochs = []
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_parts_are_disjoint_and_together_the_whole(kind, world_size):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("saved_by", "resumed_by"), [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)])
-def test_another_number_of_processes_takes_up_the_epoch(kind, saved_by, resumed_by):
+def test_another_number_of_processes_continues_the_epoch(kind, saved_by, resumed_by):
     if saved_by == 1 and "sampler" in kind:
         pytest.skip(
             "alone, a sampler that draws all along draws from the stream of the model, which a resume cannot replay"
@@ -134,11 +134,14 @@ def test_another_number_of_processes_takes_up_the_epoch(kind, saved_by, resumed_
     left_out=st.sets(st.integers(0, 59), max_size=4),
     drop_last=st.booleans(),
 )
-def test_every_sample_once_whatever_the_numbers(length, batch_size, before, after, taken, left_out, drop_last):
+def test_every_sample_is_visited_once_whatever_the_sizes(length, batch_size, before, after, taken, left_out, drop_last):
     left_out = frozenset(index for index in left_out if index < length)
 
     def make(world_size, base):
-        parts = [EpochBatches(length, batch_size, 3, True, drop_last, rank, world_size) for rank in range(world_size)]
+        parts = [
+            ResumableBatchSampler(length, batch_size, 3, True, drop_last, rank, world_size)
+            for rank in range(world_size)
+        ]
         for part in parts:
             part.epoch, part.base, part.left_out = 2, base, left_out
         return parts
@@ -163,8 +166,8 @@ def test_every_sample_once_whatever_the_numbers(length, batch_size, before, afte
     assert 0 <= num_missing < (batch_size * after if drop_last else after)
 
 
-def test_one_process_visits_what_it_always_did():
-    batches = EpochBatches(7, 2, seed=4, shuffle=True)
+def test_one_process_visits_the_seeded_permutation():
+    batches = ResumableBatchSampler(7, 2, seed=4, shuffle=True)
     batches.epoch = 3
     generator = torch.Generator().manual_seed(4 * 1_000_003 + 3)
     assert list(batches) == [part.tolist() for part in torch.randperm(7, generator=generator).split(2)]
@@ -173,13 +176,13 @@ def test_one_process_visits_what_it_always_did():
 @pytest.mark.parametrize(
     ("kind", "num_missing"), [("data set", 0), ("loader", 0), ("iterable data set", 9), ("list", 9)]
 )
-def test_an_uneven_end_is_dealt_out_or_left_out(kind, num_missing):
+def test_an_uneven_end_is_divided_or_dropped(kind, num_missing):
     streams = streams_over(KINDS[kind], 5)  # eight batches
     found = flat(windows(streams))
     assert len(set(found)) == len(found) == 24 - num_missing
 
 
-def test_windows_of_several_batches_end_in_step():
+def test_windows_of_several_batches_end_together():
     streams = streams_over(lambda: Numbers(20), 2)
     found = windows(streams, size=2)
     assert [len(window) for window in found[0]] == [6, 4]
@@ -193,7 +196,7 @@ def test_ids_are_those_of_the_data_set():
             assert stream.ids(window) == [batch.flatten().tolist() for batch in window]
 
 
-def test_batches_of_another_size_take_up_the_epoch():
+def test_another_batch_size_continues_the_epoch():
     streams = streams_over(lambda: Numbers(30), 2, batch_size=4)
     before = flat(windows(streams, count=2))
     (other,) = streams_over(lambda: Numbers(30), 1, batch_size=5)
@@ -218,7 +221,7 @@ def own_parts(world_size):
     ]
 
 
-def test_a_distributed_sampler_is_not_shared_out_again():
+def test_a_distributed_sampler_is_not_sharded_again():
     streams = own_parts(2)
     found = windows(streams, count=2)
     assert len(flat(found)) == 12
@@ -228,11 +231,11 @@ def test_a_distributed_sampler_is_not_shared_out_again():
     assert sorted(flat(found) + flat(windows(again))) == list(range(24))
 
 
-def test_parts_of_the_data_itself_cannot_be_shared_out_anew_within_an_epoch():
+def test_presharded_data_cannot_be_resharded_within_an_epoch():
     streams = own_parts(2)
     windows(streams, count=1)
     for other in (own_parts(3)[0], streams_over(KINDS["loader"], 2)[0]):
-        with pytest.raises(CheckpointError, match="own part"):
+        with pytest.raises(CheckpointError, match="own shard"):
             other.load_state_dict(streams[0].state_dict())
     windows(streams)
     for stream in streams:

@@ -1,4 +1,4 @@
-"""What follows from the numbers that ranks told each other. Plain numbers, no processes."""
+"""What follows from the numbers that ranks exchange. Plain numbers, no processes."""
 
 import math
 
@@ -8,10 +8,10 @@ import torch
 from safetrain.core.verdict import Action, Verdict, merge
 from safetrain.distributed.agreement import (
     Layout,
-    Opinion,
-    Status,
-    Told,
-    Word,
+    RankDecision,
+    RankReports,
+    RankState,
+    RankStatus,
     largest_over,
     mean_over,
     merged,
@@ -22,18 +22,18 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-def told(*rows, statuses=None):
-    statuses = statuses or [Status.STEP] * len(rows)
-    return Told([Word(status) for status in statuses], [tallied(row) for row in rows])
+def reports(*rows, statuses=None):
+    statuses = statuses or [RankState.STEP] * len(rows)
+    return RankReports([RankStatus(status) for status in statuses], [tallied(row) for row in rows])
 
 
-def test_a_vector_brings_back_what_was_put_in():
+def test_packing_and_unpacking_a_vector_round_trips():
     layout = Layout()
     layout.extend(["loss/0", "metric/accuracy", "metric/elsewhere"])
-    word = Word(Status.FAILED, signal=15, out_of_time=True, trail=2**32 - 1, last_norm=0.1, num_unknown=2)
+    word = RankStatus(RankState.FAILED, signal=15, out_of_time=True, trail=2**32 - 1, last_norm=0.1, num_unknown=2)
     values = {"loss/0": [torch.tensor(1.5)], "metric/accuracy": [0.25, torch.tensor(0.75)]}
-    heard, row = layout.unpack(layout.pack(word, values, CPU).tolist())
-    assert heard == word
+    unpacked, row = layout.unpack(layout.pack(word, values, CPU).tolist())
+    assert unpacked == word
     assert row == tallied(values)
     assert "metric/elsewhere" not in row
 
@@ -56,13 +56,13 @@ def test_the_layout_only_grows():
         ([INF, -INF], NAN, INF),
     ],
 )
-def test_bad_numbers_of_any_rank_show(values, mean, largest):
+def test_non_finite_numbers_of_any_rank_show_in_mean_and_maximum(values, mean, largest):
     rows = [tallied({"x": [value]}) for value in values]
     assert mean_over(rows, "x") == pytest.approx(mean, nan_ok=True)
     assert largest_over(rows, "x") == pytest.approx(largest, nan_ok=True)
 
 
-def test_a_metric_of_some_ranks_is_their_mean():
+def test_a_metric_of_some_ranks_is_averaged_over_them():
     rows = [tallied({"x": [1.0, 2.0]}), tallied({}), tallied({"x": [6.0]})]
     assert mean_over(rows, "x") == 3.0
 
@@ -70,11 +70,11 @@ def test_a_metric_of_some_ranks_is_their_mean():
 @pytest.mark.parametrize(
     ("exchange", "suspects"),
     [
-        (told({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
-        (told({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
-        (told({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
-        (told({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
-        (told({"loss/0": [NAN]}, {}, statuses=[Status.STEP, Status.FAILED]), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [NAN]}), [1, 0]),
+        (reports({"loss/0": [1.0]}, {"loss/0": [2.0]}), [1, 0]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [2.0]}), [0, 1]),
+        (reports({"loss/0": [2.0]}, {"loss/0": [INF]}, {"loss/0": [NAN], "signal/b": [INF]}), [2, 1, 0]),
+        (reports({"loss/0": [NAN]}, {}, statuses=[RankState.STEP, RankState.FAILED]), [1, 0]),
     ],
 )
 def test_suspects(exchange, suspects):
@@ -82,57 +82,63 @@ def test_suspects(exchange, suspects):
 
 
 @pytest.mark.parametrize(
-    ("words", "apart"),
+    ("statuses", "diverged"),
     [
-        ([Word(Status.STEP, trail=1), Word(Status.STEP, trail=1)], []),
-        ([Word(Status.STEP, trail=1), Word(Status.STEP, trail=2)], [1]),
-        ([Word(Status.STEP, last_norm=1.0), Word(Status.STEP, last_norm=1.01)], [1]),
-        ([Word(Status.STEP, last_norm=NAN), Word(Status.STEP, last_norm=NAN)], []),
+        ([RankStatus(RankState.STEP, trail=1), RankStatus(RankState.STEP, trail=1)], []),
+        ([RankStatus(RankState.STEP, trail=1), RankStatus(RankState.STEP, trail=2)], [1]),
+        ([RankStatus(RankState.STEP, last_norm=1.0), RankStatus(RankState.STEP, last_norm=1.01)], [1]),
+        ([RankStatus(RankState.STEP, last_norm=NAN), RankStatus(RankState.STEP, last_norm=NAN)], []),
     ],
 )
-def test_ranks_that_have_come_apart(words, apart):
-    assert Told(words).come_apart == apart
+def test_diverged_ranks_are_detected(statuses, diverged):
+    assert RankReports(statuses).diverged == diverged
 
 
-def test_a_signal_and_the_time_of_any_rank_are_everyones():
-    exchange = Told([Word(Status.STEP), Word(Status.STEP, signal=15), Word(Status.STEP, out_of_time=True)])
+def test_a_signal_or_time_limit_on_any_rank_holds_for_all():
+    exchange = RankReports(
+        [
+            RankStatus(RankState.STEP),
+            RankStatus(RankState.STEP, signal=15),
+            RankStatus(RankState.STEP, out_of_time=True),
+        ]
+    )
     assert exchange.signal == 15
     assert exchange.out_of_time
 
 
-def refusing(action, reason, **evidence):
-    return Verdict(action, reason=reason, evidence=evidence)
+def refusing(action, reason, **fields):
+    return Verdict(action, reason=reason, **fields)
 
 
 def test_the_most_severe_verdict_of_any_rank_wins():
-    mild = Opinion(merge([("finite", refusing(Action.SKIP, "nan")), ("spike", Verdict())]))
-    severe = Opinion(merge([("finite", refusing(Action.ROLLBACK, "bad state", bad_state={"w": "NaN"}))]))
+    mild = RankDecision(merge([("finite", refusing(Action.SKIP, "nan")), ("spike", Verdict())]))
+    severe = RankDecision(merge([("finite", refusing(Action.ROLLBACK, "bad state", bad_state={"w": "NaN"}))]))
     for opinions, rank in (([mild, severe], 1), ([severe, mild], 0)):
         decision = merged(opinions, suspects=[0, 1])
         assert decision.action is Action.ROLLBACK
         assert decision.verdicts["finite"].evidence["rank"] == rank
 
 
-def test_equal_verdicts_are_told_in_the_words_of_the_likeliest_culprit():
-    opinions = [Opinion(merge([("finite", refusing(Action.SKIP, f"of rank {rank}"))])) for rank in range(3)]
+def test_of_equal_verdicts_the_one_of_the_first_suspect_is_kept():
+    opinions = [RankDecision(merge([("finite", refusing(Action.SKIP, f"of rank {rank}"))])) for rank in range(3)]
     assert merged(opinions, suspects=[2, 0, 1]).reasons == ["finite: of rank 2"]
 
 
 def test_a_verdict_that_names_samples_is_preferred():
-    blank = Opinion(merge([("batch", refusing(Action.SKIP, "something is bad"))]))
-    named = Opinion(merge([("batch", refusing(Action.SKIP, "sample 3", rows={0: [3]}))]))
+    blank = RankDecision(merge([("batch", refusing(Action.SKIP, "something is bad"))]))
+    named = RankDecision(merge([("batch", refusing(Action.SKIP, "sample 3", bad_samples={0: [3]}))]))
     assert merged([blank, named], suspects=[0, 1]).reasons == ["batch: sample 3"]
 
 
-def test_bystanders_of_an_exception_have_no_say():
-    guilty = Opinion(merge([("loop", refusing(Action.SKIP, "IndexError"))]))
-    bystander = Opinion(merge([("loop", refusing(Action.STOP, "RankError"))]), is_bystander=True)
+def test_verdicts_of_ranks_that_did_not_raise_are_ignored():
+    guilty = RankDecision(merge([("loop", refusing(Action.SKIP, "IndexError"))]))
+    bystander = RankDecision(merge([("loop", refusing(Action.STOP, "RankError"))]), is_bystander=True)
     assert merged([bystander, guilty], suspects=[1, 0]).reasons == ["loop: IndexError"]
 
 
-def test_an_error_in_backward_refuses_the_step_whatever_the_guards_say():
-    fine = Opinion(merge([("finite", Verdict())]))
-    failed = Opinion(merge([("finite", Verdict())]), late_error="backward raised RuntimeError: nan")
+def test_an_error_in_backward_refuses_the_step_even_if_the_guards_do_not():
+    fine = RankDecision(merge([("finite", Verdict())]))
+    failed = RankDecision(merge([("finite", Verdict())]), late_error="backward raised RuntimeError: nan")
     decision = merged([fine, failed], suspects=[1, 0])
     assert decision.action is Action.SKIP
     assert "on rank 1, backward raised" in decision.reasons[0]

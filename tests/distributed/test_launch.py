@@ -1,4 +1,4 @@
-"""The same config under `--nproc`, `torchrun` and by itself; what was asked for and is not in effect is an error."""
+"""The same config under `--nproc`, `torchrun`, `accelerate launch` and without a launcher; requests without effect are errors."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from records import journal
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from safetrain.cli.main import run
-from safetrain.config.schema import LoopConfig
 from safetrain.distributed import launch
 from safetrain.distributed.launch import record_failure, without_option
+from safetrain.distributed.machine import Machine, num_processes_asked
 from safetrain.errors import UsageError
-from safetrain.trainer.engine import Engine, num_processes_asked
 
 CODE = """
 import os
@@ -73,7 +73,7 @@ def test_nproc_trains_with_one_log_per_rank_and_one_journal(project):
     assert (project / "run/logs/1/rank-1.stdout.log").read_text() == ""
 
 
-def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
+def test_nproc_reports_exit_code_and_error_of_the_failed_rank(project):
     done = started(project, "-m", "safetrain", "fit", "c.yaml", "--nproc=2", "--out", "run", "loss.fail_on=1")
     assert done.returncode == 1
     assert "rank 1 failed first, with exit code 1" in done.stderr
@@ -82,31 +82,31 @@ def test_nproc_keeps_exit_code_and_words_of_the_rank_that_failed(project):
 
 
 @pytest.mark.parametrize(("code", "kept"), [(-signal.SIGTERM, 2), (1, 2)])
-def test_the_exit_code_is_what_the_rank_meant_to_end_with(tmp_path, monkeypatch, code, kept):
-    """The launcher may end a rank that has told the others of its failure before it comes to exit by itself."""
-    told = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+def test_the_exit_code_is_the_one_the_rank_recorded(tmp_path, monkeypatch, code, kept):
+    """The launcher may terminate a rank that has reported its failure before it exits by itself."""
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     record_failure(UsageError("a mistake"), 2)
     failures = {
         0: ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "none")),
-        1: ProcessFailure(local_rank=1, pid=2, exitcode=code, error_file=str(told)),
+        1: ProcessFailure(local_rank=1, pid=2, exitcode=code, error_file=str(error_file)),
     }
-    said = []
-    assert launch._report(failures, tmp_path, said.append) == kept
-    assert "rank 1 failed first, with exit code 2" in said[-1]
+    messages = []
+    assert launch._report(failures, tmp_path, messages.append) == kept
+    assert "rank 1 failed first, with exit code 2" in messages[-1]
 
 
 @pytest.mark.parametrize("shown", ["error: no such key\nTo fix: …\n", ""], ids=["by rank 0 too", "by one rank"])
-def test_what_every_rank_says_is_told_once(tmp_path, shown):
+def test_an_error_that_rank_0_already_printed_is_not_repeated(tmp_path, shown):
     (tmp_path / "rank-0.stderr.log").write_text(f"starting\n{shown}")
     (tmp_path / "rank-1.stderr.log").write_text("error: no such key\nTo fix: …\n")
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(tmp_path / "none"))
-    said = []
-    launch._report({1: failure}, tmp_path, said.append)
-    assert ("no such key" in "".join(said)) is (shown == "")
+    messages = []
+    launch._report({1: failure}, tmp_path, messages.append)
+    assert ("no such key" in "".join(messages)) is (shown == "")
 
 
-def test_a_rank_that_left_no_word_keeps_its_own_exit_code(tmp_path):
+def test_a_rank_without_a_recorded_code_keeps_its_exit_code(tmp_path):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=str(tmp_path / "none"))
     assert launch._report({0: failure}, tmp_path, print) == 128 + signal.SIGKILL
 
@@ -125,7 +125,7 @@ def test_other_launchers(project, launcher):
     assert done.returncode == 0, done.stderr
     summary = json.loads((project / "run/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("done", 6)
-    assert json.loads((project / "run/journal.jsonl").read_text().splitlines()[0])["world_size"] == 2
+    assert journal(project / "run")[0]["world_size"] == 2
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_two_agents_as_on_two_machines(project):
         assert agent.result().returncode == 0, agent.result().stderr
     summary = json.loads((project / "run/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("done", 6)
-    assert json.loads((project / "run/journal.jsonl").read_text().splitlines()[0])["world_size"] == 2
+    assert journal(project / "run")[0]["world_size"] == 2
 
 
 def test_accelerate_that_starts_one_process_instead_of_two_is_an_error(project):
@@ -154,7 +154,7 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_an_error(project):
     assert not (project / "run/checkpoints").exists()
 
 
-def test_a_mistake_in_the_config_is_told_once_and_starts_nothing(project, monkeypatch, capsys):
+def test_a_config_error_is_reported_once_and_starts_nothing(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     assert run(["fit", "c.yaml", "--nproc", "2", "--out", "run", "loop.max_step=3"]) == 2
     assert "max_steps" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_without_option(given, left):
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("command", "asked"),
     [
         (["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "train.py"], 2),
         (["accelerate", "launch", "--num_processes=4", "train.py"], 4),
@@ -192,16 +192,16 @@ def test_without_option(given, left):
         (["bash"], None),
     ],
 )
-def test_what_accelerate_was_asked_for(words, asked):
-    assert num_processes_asked(words) == asked
+def test_num_processes_asked_of_accelerate(command, asked):
+    assert num_processes_asked(command) == asked
 
 
-def test_a_number_of_processes_that_is_not_there_is_an_error():
+def test_fewer_processes_than_configured_is_an_error():
     with pytest.raises(UsageError, match="asks for 2 process"):
-        Engine(LoopConfig(device="cpu", num_processes=2))
+        Machine("cpu", num_processes=2)
 
 
 def test_fsdp_that_is_not_in_effect_is_an_error(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match=r"loop\.strategy=fsdp"):
-        Engine(LoopConfig(device="cpu"))
+        Machine("cpu").check_launch("fp32", shards_model=False)

@@ -1,4 +1,4 @@
-"""A rank that hangs, dies or has no data: the others end too, and say which rank it was and where."""
+"""A rank that hangs, dies or has no data: the others end too, and name the rank and its line of code."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class Quiet(SafeTrainer):
     fault = ""
 
     def training_step(self, model, batch):
-        if self.engine.rank == GUILTY and self.step == BAD_STEP:
+        if self.machine.rank == GUILTY and self.step == BAD_STEP:
             if self.fault == "hang":
                 threading.Event().wait(100)
             if self.fault == "killed":
@@ -28,7 +28,7 @@ class Quiet(SafeTrainer):
         return mse(model, batch)
 
     def on_commit(self, view):
-        if self.fault == "hook" and self.engine.rank == GUILTY and view.step == BAD_STEP:
+        if self.fault == "hook" and self.machine.rank == GUILTY and view.step == BAD_STEP:
             raise LookupError("a mistake in a hook")
 
 
@@ -59,7 +59,7 @@ def run(rank, fault, run_dir, timeout):
     trainer(fault, run_dir, rank_timeout_seconds=timeout).fit()
 
 
-def test_a_rank_that_hangs_is_named_with_the_line_it_is_at(tmp_path):
+def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path):
     outcome = outcomes_of(run, 2, "hang", str(tmp_path / "run"), 15.0, timeout=120)[0]
     assert outcome.error == "RankError"
     assert f"rank {GUILTY} is missing: in its forward pass of step {BAD_STEP}" in outcome.message
@@ -67,7 +67,7 @@ def test_a_rank_that_hangs_is_named_with_the_line_it_is_at(tmp_path):
     assert "rank_timeout_seconds" in outcome.message
 
 
-def test_a_rank_that_was_killed_is_named(tmp_path):
+def test_a_killed_rank_is_named(tmp_path):
     outcomes = outcomes_of(run, 3, "killed", str(tmp_path / "run"), 60.0, timeout=120)
     for rank in (0, 2):
         assert outcomes[rank].error == "RankError"
@@ -86,7 +86,7 @@ def fail_in_hook(rank, run_dir):
         raise
 
 
-def test_what_ended_a_rank_outside_of_its_step_is_told_by_the_others(tmp_path):
+def test_an_exception_outside_the_step_is_reported_by_the_other_ranks(tmp_path):
     outcomes = outcomes_of(fail_in_hook, 2, str(tmp_path / "run"), timeout=60)
     assert outcomes[GUILTY].error == "LookupError"
     assert outcomes[0].error == "RankError"
@@ -95,22 +95,22 @@ def test_what_ended_a_rank_outside_of_its_step_is_told_by_the_others(tmp_path):
 
 def run_data_faults(rank, directory):
     """Two runs in the same processes: the first failure leaves all ranks in step."""
-    said = []
+    errors = []
     made = trainer("", f"{directory}/raising", RaisingData())
     try:
         made.fit()
     except (OSError, RankError) as error:
-        said.append((type(error).__name__, str(error), made.run.result.steps))
+        errors.append((type(error).__name__, str(error), made.run.result.steps))
     made = trainer("", f"{directory}/uneven")
     take, made.stream.take = made.stream.take, lambda count: [] if rank == GUILTY and made.step == 4 else take(count)
     try:
         made.fit()
     except Exception as error:
-        said.append((type(error).__name__, str(error), made.run.result.steps))
-    return said
+        errors.append((type(error).__name__, str(error), made.run.result.steps))
+    return errors
 
 
-def test_data_that_fails_or_ends_on_one_rank(tmp_path):
+def test_data_that_raises_or_ends_on_one_rank(tmp_path):
     (raised, ended), (own, own_ended) = run_ranks(run_data_faults, 2, str(tmp_path), timeout=90)
     assert own[0] == "OSError"
     assert raised[0] == "RankError"

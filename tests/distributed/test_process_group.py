@@ -1,4 +1,4 @@
-"""The helper itself: what ranks return, raise and say is known, and what hangs is ended with its stacks."""
+"""The test helper itself: values, exceptions and output of ranks are returned; hanging ranks are ended with their stacks."""
 
 import os
 import time
@@ -28,7 +28,7 @@ def raise_on_one(rank):
     return rank
 
 
-def test_error_of_a_rank_is_told():
+def test_the_exception_of_a_rank_is_reported():
     with pytest.raises(RanksFailed, match="of rank one") as failed:
         run_ranks(raise_on_one, 2)
     first, second = failed.value.outcomes
@@ -44,7 +44,7 @@ def end_one(rank):
     return rank
 
 
-def test_a_rank_that_ends_is_told():
+def test_the_exit_code_of_a_rank_is_reported():
     first, second = outcomes_of(end_one, 2)
     assert first.value == 0
     assert (second.error, second.message) == ("Ended", "exit code 7")
@@ -62,7 +62,7 @@ def the_place_where_it_waits():
         time.sleep(60)
 
 
-def test_what_hangs_is_ended_with_its_stacks():
+def test_hanging_ranks_are_ended_with_their_stacks():
     begin = time.monotonic()
     first, second = outcomes_of(wait_for_nobody, 2, timeout=3.0)
     assert time.monotonic() - begin < 20.0

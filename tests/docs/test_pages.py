@@ -25,8 +25,8 @@ def run(page: Page, directory: Path, with_slow: bool) -> PageRun:
     with as_reader(directory):
         page_run = PageRun(page, directory, with_slow)
         page_run.run()
-    told = "\n\n".join(f"{page.name}:{d.line}: {d.message}\n--- printed\n{d.printed}" for d in page_run.differences)
-    assert not told, told
+    report = "\n\n".join(f"{page.name}:{d.line}: {d.message}\n--- printed\n{d.printed}" for d in page_run.differences)
+    assert not report, report
     return page_run
 
 
@@ -142,8 +142,8 @@ def _parse(command: click.Command, words: list[str]) -> None:
 
 
 def test_every_command_is_shown_somewhere() -> None:
-    told = "\n".join(page.path.read_text(encoding="utf-8") for page in PAGES.values())
-    assert [name for name in COMMANDS if f"safetrain {name}" not in told] == []
+    shown = "\n".join(page.path.read_text(encoding="utf-8") for page in PAGES.values())
+    assert [name for name in COMMANDS if f"safetrain {name}" not in shown] == []
 
 
 # ---- the comparison of output can fail -----------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_a_watched_step_in_trouble_has_its_numbers_as_evidence():
     signals = {"activations.fc.max_abs": 1.0, "activations.fc.saturation": 0.0}
     verdict = Activations().judge(StepView(step=0, loss=math.nan, grad_norm=1.0, signals=signals))
     assert verdict.action is Action.COMMIT
-    assert verdict.evidence == {"activations": {"fc": {"max_abs": 1.0, "saturation": 0.0}}}
+    assert verdict.recording == {"fc": {"max_abs": 1.0, "saturation": 0.0}}
 
 
 def test_the_recorder_keeps_the_last_watched_and_committed_steps():

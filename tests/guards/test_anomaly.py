@@ -28,7 +28,7 @@ def view(loss=1.0, grad_norm=1.0, **fields):
 def test_replay_asks_for_anomaly_mode_when_a_step_is_in_trouble_and_never_refuses(fields, asks):
     verdict = Anomaly().judge(view(**fields))
     assert verdict.action is Action.COMMIT
-    assert verdict.evidence.get("detect_anomaly", False) is asks
+    assert verdict.detect_anomaly is asks
 
 
 def test_replay_installs_nothing():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from safetrain import Action, Limits, StepView, UsageError
-from safetrain.core.verdict import merge
+from safetrain.core.verdict import Doubt, merge
 from safetrain.guards.backoff import Backoff
 from safetrain.guards.clip import Clip, ClipConfig
 from safetrain.guards.finite import Finite
@@ -210,9 +210,9 @@ def test_a_gradient_as_large_as_at_the_start_is_no_spike_however_small_they_have
 
 
 def test_a_spike_in_the_first_steps_is_only_doubtful():
-    assert taught(Spike(), STEADY[:4]).judge(view(loss=1e5)).evidence["doubtful"]
-    assert not taught(Spike(), STEADY[:10]).judge(view(loss=1e5)).evidence["doubtful"]
-    assert not taught(Spike(), STEADY).judge(view(loss=400.0)).evidence["doubtful"]
+    assert taught(Spike(), STEADY[:4]).judge(view(loss=1e5)).doubt
+    assert not taught(Spike(), STEADY[:10]).judge(view(loss=1e5)).doubt
+    assert not taught(Spike(), STEADY).judge(view(loss=400.0)).doubt
 
 
 def test_spike_says_when_it_accepts_a_new_level_and_learns_it_afresh():
@@ -273,7 +273,7 @@ def test_stall(losses, norms, action, word):
     verdict = taught(Stall(), losses, norms).judge(view())
     assert verdict.action is action
     assert word in verdict.reason
-    assert bool(verdict.evidence.get("restart")) == (word == "never below its start")
+    assert verdict.restart == (word == "never below its start")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_first_steps_that_go_astray_are_looked_at(losses, size, restart):
     for step, loss in enumerate(losses):
         guard.learn(view(step=step, loss=loss, signals={"stall.weight_size": 1.0} if step == 0 else {}), COMMITTED)
     verdict = guard.judge(view(step=len(losses), signals={"stall.weight_size": size}))
-    assert (verdict.evidence.get("doubtful") == "start") == restart
+    assert (verdict.doubt is Doubt.SINCE_START) == restart
     assert (verdict.action is Action.ROLLBACK) == restart
 
 

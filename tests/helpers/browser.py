@@ -1,13 +1,12 @@
-"""A headless Chromium, spoken to through its debugging pipe: no driver and no package beside it are needed.
+"""A headless Chromium, controlled through its debugging pipe, without a driver or another package.
 
 with Browser.start() as browser:
-    page = browser.open(path, width=400, dark=True)
+    page = browser.open(path, width=400, scheme="dark")
     assert page.run("document.title") == "…" and not page.problems and not page.requests
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -32,9 +31,9 @@ class Page:
     def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser, self._session, self._target = browser, session, target
         self.problems: list[str] = []
-        """Exceptions of scripts, and what the console calls an error."""
+        """Exceptions of scripts, and errors in the console."""
         self.requests: list[str] = []
-        """Addresses that were asked for, but for the page's own."""
+        """Addresses that the page requested."""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, parameters, self._session)
@@ -45,30 +44,6 @@ class Page:
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
-
-    def resize(self, width: int, height: int = 900) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def prefer(self, scheme: str) -> None:
-        """`light` or `dark`."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", media="", features=features)
-
-    def screenshot(self, path: Path, selector: str | None = None) -> Path:
-        """The whole page, or one element of it, as PNG."""
-        if selector is None:
-            box = self.run(
-                "(() => { const r = document.documentElement; return [0, 0, r.clientWidth, r.scrollHeight]; })()"
-            )
-        else:
-            box = self.run(
-                "(() => { const r = document.querySelector(" + json.dumps(selector) + ").getBoundingClientRect();"
-                " return [r.x + scrollX, r.y + scrollY, r.width, r.height]; })()"
-            )
-        clip = {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}
-        answer = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
-        return path
 
     def _notice(self, method: str, about: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
@@ -93,7 +68,7 @@ class Browser:
             "--no-first-run", "--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe",
             f"--user-data-dir={self._profile}", "about:blank",
         ]  # fmt: skip
-        # The browser reads from descriptor 3 and writes to 4; they are put there by the shell.
+        # The browser reads from descriptor 3 and writes to 4, which the shell sets up.
         command = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, "browser", *arguments],
@@ -132,8 +107,9 @@ class Browser:
         page = self._pages[session] = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
-        page.resize(width)
-        page.prefer(scheme)
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        page.call("Emulation.setEmulatedMedia", media="", features=features)
         page.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + TIMEOUT
         while page.run("document.readyState + location.protocol") != "completefile:":

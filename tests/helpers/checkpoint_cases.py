@@ -5,7 +5,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 
 class Gone(BaseException):
-    """Ends a run as if the process had gone: nothing in the trainer handles this."""
+    """Ends a run like a crash: nothing in the trainer handles this."""
 
 
 class Counting(Dataset):

@@ -24,8 +24,8 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
 MARKS = {"not run", "file", "output", "exit", "slow", "lint", "drawing"}
-SECTIONS = {"generated", "end generated"}
-"""Comments around what `scripts/docs` writes; they mark no block."""
+SECTIONS = {"generated", "end generated", "measured"}
+"""Around what `scripts/docs` writes, and where results of `scripts/bench` belong; they mark no block."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Runs a page as a reader would: in an empty directory, from top to bottom.
 
-    python tests/docs_run.py docs/quickstart.md            says which output shown is not what is printed
-    python tests/docs_run.py docs/quickstart.md --write    and puts what is printed into the page, where nothing is left out by `…`
+    python tests/helpers/docs_run.py docs/quickstart.md            says which output shown is not what is printed
+    python tests/helpers/docs_run.py docs/quickstart.md --write    and puts what is printed into the page, where nothing is left out by `…`
 
 The Python blocks of a page share their names. Commands run in this process where they can, because importing torch takes seconds.
 """

@@ -1,11 +1,11 @@
-"""Counts how often a number gets from a tensor to Python."""
+"""Counts how often a number is copied from a tensor to Python."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the operations by which a number gets from a tensor to Python."""
+    """Counts `Tensor.item` and everything else that reads a number on the host, except `tolist`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small runs with a fault on one rank, and the same run in a single process with the same global batches."""
+"""Small runs with a fault on one rank, and the same run in one process with the same global batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 12
 
 @dataclass
 class Scenario:
-    """What happens, on which rank; `config` is beside the quiet defaults."""
+    """What happens, on which rank; `config` is added to the quiet defaults."""
 
     fault: str
     rank: int = 0
@@ -38,7 +38,7 @@ class Scenario:
 
 @dataclass
 class Record:
-    """What one process made of it."""
+    """The result of one process."""
 
     error: str | None
     message: str
@@ -55,13 +55,13 @@ class Record:
 
 
 class Faulty(SafeTrainer):
-    """Does to itself, on one rank, what the scenario says."""
+    """Injects the fault of the scenario into itself, on one rank."""
 
     scenario: Scenario
 
     @property
     def is_guilty(self) -> bool:
-        return self.engine.world_size == 1 or self.engine.rank == self.scenario.rank
+        return self.machine.world_size == 1 or self.machine.rank == self.scenario.rank
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         fault = self.scenario.fault if self.is_guilty and self.step == BAD_STEP else ""
@@ -100,7 +100,7 @@ def global_batches(scenario: Scenario, accumulate: int) -> list[Any]:
 
 
 def shares(batches: list[Any], scenario: Scenario, accumulate: int, world_size: int) -> list[Any]:
-    """The batches as the data of a run: of several ranks, each takes every n-th. The fault lies in the guilty rank's part."""
+    """The batches, split so that each rank, which takes every n-th, gets its shard. The guilty rank's shard has the fault."""
     parts = []
     for index, (inputs, targets) in enumerate(batches):
         for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form one process group, as torchrun would start them, and collects what came of it.
+"""Runs a function in several processes that form one process group, as torchrun would start them, and collects the outcomes.
 
     from process_group import run_ranks
 
@@ -8,8 +8,8 @@
 
     losses_by_rank = run_ranks(train, 2, tmp_path)
 
-The processes are forked from a server that has torch and accelerate imported: the first test pays for that, later ones do
-not. Whatever hangs is ended after `timeout` seconds, with the stacks of all ranks in the message of the failure.
+The processes are forked from a server that has torch and accelerate imported, so only the first test pays for that. Hanging
+ranks are ended after `timeout` seconds, with the stacks of all ranks in the message of the failure.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ PRELOADED = [
     *("torch._dynamo", "torch.onnx", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
 ]
 GRACE = 10.0
-"""Seconds that the other ranks get to end by themselves after one has failed."""
+"""Seconds for the other ranks to end by themselves after one has failed."""
 
 
 @dataclass
 class Outcome:
-    """What one rank ended with."""
+    """How one rank ended."""
 
     value: Any = None
     error: str | None = None
-    """Class of the exception it raised, or what else ended it; None if it returned."""
+    """Class of the exception, or "Ended" / "Unfinished"; None if the function returned."""
     message: str = ""
     traceback: str = ""
     log: str = ""
-    """What it wrote to stdout and stderr, stacks included if it had to be ended."""
+    """Its stdout and stderr, with stacks if it had to be ended."""
 
     def render(self, rank: int) -> str:
         ended = "returned" if self.error is None else f"{self.error}: {self.message}"
@@ -127,7 +127,7 @@ class _Rank:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def end(self) -> None:
-        """Let a rank that has answered go; kill one that has not."""
+        """Release a rank that has answered; kill one that has not."""
         with contextlib.suppress(OSError):
             self.pipe.send("go")
         self._process.join(5.0 if self.outcome.error != "Unfinished" else 0.0)
@@ -157,7 +157,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
 def _child(pipe: Any, rank: int, where: Any, args: Any, log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loader workers
-    # Unbuffered and by descriptor: what C++ code says, and the last words of a process that is killed, are kept too.
+    # Unbuffered and by descriptor, to keep the output of C++ code and of processes that are killed.
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,4 +1,4 @@
-"""How the tests of recipes train: as `safetrain fit` does, without output."""
+"""Trains recipes as `safetrain fit` does, without output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(source: str | Path, *overrides: str) -> Config:
 
 
 def run(config: Config, run_dir: Path) -> FitResult:
-    """Train; a run that a guard stops gives its result, too."""
+    """Train; also returns the result of a run that a guard stopped."""
     try:
         return Progress().train(config, str(run_dir))
     except TrainingStopped as stopped:

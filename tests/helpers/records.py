@@ -1,7 +1,9 @@
-"""What a run has written down."""
+"""Reads the journal of a run."""
 
 import json
 
 
-def journal(result):
-    return [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+def journal(run):
+    """Of a result, or of a run directory."""
+    path = getattr(run, "run_dir", run) / "journal.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]

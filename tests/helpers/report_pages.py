@@ -1,22 +1,34 @@
-"""A report taken apart with the standard library's parser."""
+"""Trains the run that is reported on, and parses reports with the standard library."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
 
+import torch
+
+from safetrain import SafeTrainer
+from safetrain.config import load_config
+
+CONFIG = Path(__file__).parents[1] / "report" / "sensors.yaml"
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect"}
 
 
+def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
+    torch.set_num_threads(1)
+    config = load_config(CONFIG, ["logging.console=off", "logging.tensorboard=false", *changes])
+    SafeTrainer(config=config, run_dir=run_dir).fit(resume=resume)
+
+
 class Parsed(HTMLParser):
-    """Its elements; fails on markup that is not closed in the order it was opened."""
+    """The elements of a page; fails if they are not properly nested."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.text = ""
         self.text_of: dict[str, str] = {}
-        """Of every element that has an id."""
+        """By id, of every element that has one."""
         self._open: list[tuple[str, str | None]] = []
         self.feed(text)
         self.close()
@@ -54,7 +66,7 @@ class Parsed(HTMLParser):
         ]
 
     def check(self) -> None:
-        """Nothing from elsewhere, every link has its target, no name is used twice, and the only script is the report's."""
+        """No external resources, every link has its target, ids are unique, and the only script is the report's."""
         ids = [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
         assert len(ids) == len(set(ids))
         for tag, attributes in self.elements:
@@ -62,7 +74,7 @@ class Parsed(HTMLParser):
                 value = attributes.get(name, "#")
                 assert value.startswith(("#", "data:,")) or tag == "a", f"<{tag} {name}={value}>"
                 if value.startswith("#") and len(value) > 1:
-                    assert value[1:] in ids, f"{value} leads nowhere"
+                    assert value[1:] in ids, f"{value} has no target"
             assert not any(name.startswith("on") for name in attributes), attributes
         assert len(self.all("script")) == 1
         assert not self.all("iframe")

@@ -32,7 +32,7 @@ def mse(model, batch):
 
 def deep_state(trainer):
     """Everything that a refused step must leave bit-identical."""
-    scaler = trainer.engine._scaler
+    scaler = trainer.precision._scaler
     return copy.deepcopy(
         {
             "model": trainer.model.state_dict(),

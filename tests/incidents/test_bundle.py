@@ -145,7 +145,7 @@ def test_the_moments_are_kept_when_the_update_is_at_fault(tmp_path: Path) -> Non
     trainer = SafeTrainer(
         model, loss_fn=loss_fn, optimizer=optimizer, train_data=batches, config=config, run_dir=tmp_path / "run"
     )
-    trainer.careful_steps = 10
+    trainer.stepper.careful_steps = 10
     trainer.fit()
     incident = trainer.run.result.incidents[0]
     assert incident.origin.phase == "optimizer"

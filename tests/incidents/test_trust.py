@@ -70,7 +70,7 @@ def test_of_the_project_of_torch_and_of_the_recipes(target: str) -> None:
         "torch.nn.modules.module.warnings.sys.exit",
         "safetrain.cli.main.run",
         "safetrain.config.load_config",
-        "safetrain.optim.optimizers._fused",
+        "safetrain.optim.build.fused_where_supported",
         "safetrain.config.targets.instantiate",
         "pytest.main",
         "numpy.load",

@@ -1,4 +1,4 @@
-"""The order of calls in training loops: rows of short loops, with what must be found in each."""
+"""The order of calls in training loops: short loops, with what must be found in each."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ ROWS = [
               "else:", "    loss.backward()", CLIP, "scaler.step(optimizer)")),
     ([], loop(FORWARD, "optimizer.zero_grad()", "if scaler:", "    scaler.scale(loss).backward()", "    scaler.step(optimizer)",
               "else:", "    loss.backward()", f"    {CLIP}", "    optimizer.step()")),
+    ([], loop("optimizer.zero_grad()", FORWARD, "scaler.scale(loss).backward()", "scaler.step(optimizer)", "scaler.update()")),
     ([], loop(FORWARD, "(loss / n).backward()", STEP)),
     ([], loop(FORWARD, "loss = loss / n", "loss.backward()", STEP)),
     ([], loop(FORWARD, "loss /= n", "loss.backward()", STEP)),
@@ -60,6 +61,7 @@ ROWS = [
     (["ST703"], loop(FORWARD, "scaler.scale(loss).backward()", "scaler.step(optimizer)", "scaler.update()")),
     (["ST703"], "for epoch in range(3):\n" + textwrap.indent(loop(FORWARD, "loss.backward()", "optimizer.step()"), "    ")),
     (["ST703"], "loss = F.mse_loss(model(data), n)\nloss.backward()\noptimizer.step()"),
+    (["ST703", "ST704"], loop(FORWARD, "loss.backward()", "if (i + 1) % n == 0:\n    optimizer.step()")),
     (["ST704"], loop(FORWARD, "loss.backward()", STEP)),
     (["ST704"], loop(FORWARD, "scaler.scale(loss).backward()", STEP.replace("optimizer.step()", "scaler.step(optimizer)"))),
     (["ST704"], loop(FORWARD, "loss.backward()", "if (i + 1) % n != 0:\n    continue", "optimizer.step()", "optimizer.zero_grad()")),

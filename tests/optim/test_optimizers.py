@@ -106,7 +106,7 @@ def test_a_schedule_and_a_scale_act_on_all(model: Two, tmp_path: Path):
     assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx([5e-3, 5e-2])
 
 
-def test_a_saved_state_goes_on_where_it_was(model: Two):
+def test_a_saved_state_continues_exactly(model: Two):
     batches = make_batches(10)
 
     def steps(model: Two, group: OptimizerGroup, some: list) -> None:

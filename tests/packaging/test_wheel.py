@@ -1,4 +1,4 @@
-"""What users install: the wheel, built from the sdist, in an environment that cannot see this checkout."""
+"""The wheel, built from the sdist and installed in an environment that cannot import this checkout."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` directory of an environment with the wheel, which borrows the dependencies from the current one."""
+    """The `bin` directory of an environment with the wheel, which uses the dependencies of the current one."""
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False, symlinks=os.name != "nt")
     scripts = environment / ("Scripts" if os.name == "nt" else "bin")
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site_packages = Path(run(scripts / "python", "-c", purelib, cwd=environment).strip())
-    # .pth files are not followed a second time, so an editable install in the lending environment stays out of sight.
+    # Nested .pth files are not processed, so an editable install in the current environment cannot be imported.
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", scripts / "python"]
     run(*pip, "install", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=environment)
     return scripts
 
 
-def test_wheel_installs_one_package_and_nothing_beside_it(wheel: Path):
+def test_wheel_installs_one_package_only(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"safetrain", f"safetrain-{safetrain.__version__}.dist-info"}
 
@@ -90,7 +90,7 @@ def test_sdist_holds_the_licence_and_the_tests(dist: Path):
     assert {"LICENSE", "README.md", "pyproject.toml", "constraints.txt", "tests/conftest.py", "scripts/test"} <= names
 
 
-def test_installed_package_is_the_wheel_s(installed: Path, tmp_path: Path):
+def test_installed_package_is_the_wheels(installed: Path, tmp_path: Path):
     program = "import safetrain, json, sys; print(json.dumps([safetrain.__file__, sys.prefix]))"
     file, prefix = json.loads(run(installed / "python", "-c", program, cwd=tmp_path))
     assert Path(file).is_relative_to(prefix)

@@ -1,4 +1,4 @@
-"""Data of all kinds and sizes is read within the budget, and the report says how much of it was seen."""
+"""Data of all kinds and sizes is read within the budget, and the report says how much of it was read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Huge(Dataset[Any]):
         return x, x[:3].argmax()
 
 
-def test_of_large_data_a_sample_is_seen_within_the_budget() -> None:
+def test_large_data_is_sampled_within_the_budget() -> None:
     begin = time.process_time()
     report = check(make_trainer(Huge()), budget=4)
     assert time.process_time() - begin < 12
@@ -41,14 +41,14 @@ def test_of_large_data_a_sample_is_seen_within_the_budget() -> None:
     assert f"{numbers['seen']} of 10000000 samples" in report["readable"].reason
 
 
-def test_what_there_is_no_time_for_is_skipped_and_says_so() -> None:
+def test_checks_over_the_budget_are_skipped_with_the_reason() -> None:
     report = check(make_trainer(), budget=1e-4)
     skipped = report.with_status(SKIP)
     assert any("the budget are used up; --budget" in checked.reason for checked in skipped)
     assert report.passed
 
 
-def test_the_last_batch_is_seen_although_it_is_far_away() -> None:
+def test_the_last_batch_is_checked_early() -> None:
     class Lonely(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,7 +106,7 @@ def test_every_kind_of_data_is_read(data: Any) -> None:
     assert report["readable"].numbers["seen"] == 192
 
 
-def test_nothing_to_read_fails() -> None:
+def test_empty_data_fails() -> None:
     report = check(make_trainer(lambda: iter(())), budget=5)
     assert report["readable"].status == FAIL
     assert "gives no batch" in report["readable"].reason
@@ -136,7 +136,7 @@ def test_fields_are_named_by_their_path() -> None:
     assert found.numbers["samples"] == ["row 3 of batch 0"]
 
 
-def test_sorted_data_that_is_one_class_is_told() -> None:
+def test_labels_of_a_single_class_fail() -> None:
     x, y = make_data()
     report = check(make_trainer(TensorDataset(x, torch.zeros_like(y))), only="labels")
     assert report["labels"].status == FAIL
@@ -149,7 +149,7 @@ def test_a_single_constant_input_fails() -> None:
     assert report["constant_features"].status == FAIL
 
 
-def test_unscaled_data_is_told() -> None:
+def test_unscaled_data_is_a_warning() -> None:
     x, y = make_data()
     report = check(make_trainer(TensorDataset(x * 1e6, y)), only="data_scale")
     assert report["data_scale"].status == WARN
@@ -158,6 +158,6 @@ def test_unscaled_data_is_told() -> None:
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: SafeTrainer = make_trainer()
-    monkeypatch.setattr(trainer.engine, "world_size", 2)
+    monkeypatch.setattr(trainer.machine, "world_size", 2)
     with pytest.raises(UsageError, match="one process"):
         check(trainer)

@@ -1,4 +1,4 @@
-"""What is unusual and meant is not told to be wrong."""
+"""Models and data that are unusual on purpose give no warnings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def contrastive_pairs() -> SafeTrainer:
 
 
 @pytest.mark.parametrize("build", [low_rank, padded_sequences, segmentation, policy_gradient, contrastive_pairs])
-def test_nothing_is_told_to_be_wrong(build: Callable[[], SafeTrainer]) -> None:
+def test_an_unusual_healthy_model_gives_no_warning(build: Callable[[], SafeTrainer]) -> None:
     report = check(build(), budget=30)
     assert [(each.name, each.reason) for each in report.with_status(FAIL)] == []
     assert [(each.name, each.reason) for each in report.with_status(WARN)] == []

@@ -1,9 +1,10 @@
-"""Every defect is found by the check that is there for it, and gone for that check once its fix is applied."""
+"""Each planted defect is found by its check, and no longer found once the proposed fix is applied."""
 
 from __future__ import annotations
 
 import pytest
-from preflight_cases import DEFECTS, Planted, make_text_trainer, make_trainer
+from preflight_cases import make_text_trainer, make_trainer
+from preflight_defects import DEFECTS, Planted
 
 from safetrain import check
 from safetrain.preflight import CHECKS, FAIL, PASS, SKIP, WARN
@@ -25,7 +26,7 @@ def test_every_check_has_a_planted_defect() -> None:
 
 
 @pytest.mark.parametrize("build", [make_trainer, make_text_trainer])
-def test_nothing_is_found_where_nothing_is_wrong(build) -> None:
+def test_a_healthy_trainer_passes_every_check(build) -> None:
     report = check(build(), budget=30)
     assert report.passed
     assert [checked.name for checked in report.with_status(WARN)] == [] or report.with_status(WARN)[0].name == "lint"

@@ -1,4 +1,4 @@
-"""Healthy recipes pass within seconds; of their broken twins the check finds what can be found before training."""
+"""Healthy recipes pass within seconds; for their broken twins the check finds what can be found before training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_healthy_recipe_passes_in_seconds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", marked(sorted(FOUND)))
-def test_what_is_broken_is_found_before_training(name: str) -> None:
+def test_the_fault_of_a_broken_twin_is_found_before_training(name: str) -> None:
     found = checked(name, budget=60)[FOUND[name]]  # also on a machine that is busy
     assert found.status == FAIL
     assert found.fix

@@ -1,4 +1,4 @@
-"""After a check everything is as before it: a run that follows is bit for bit the run that would have been."""
+"""A check changes nothing: a run after it is bit-identical to a run without it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Position:
     """Knows how far it was read."""
 
     def __init__(self) -> None:
-        self.batches = list(zip(*(part.split(16) for part in make_data()), strict=True))
+        self.batches = batches()
         self.next = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,57 +154,38 @@ ONE_CYCLE = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 3e-3, 
 MOMENTUM = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
 
 
-def parts(kind: str) -> dict[str, Any]:
+def batches() -> list[Any]:
     x, y = make_data()
-    return {
-        "plain": lambda: {},
-        "busy model": lambda: {"model": Busy()},
-        "data that draws": lambda: {"data": Augmented()},
-        "loader": lambda: {"data": DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)},
-        "loader with a generator": lambda: {
-            "data": DataLoader(TensorDataset(x, y), 16, shuffle=True, generator=torch.Generator().manual_seed(2))
-        },
-        "list that is written to": lambda: {
-            "data": list(zip(x.split(16), y.split(16), strict=True)),
-            "loss_fn": writing_loss,
-        },
-        "generator function": lambda: {"data": shuffled_batches},
-        "stateful data": lambda: {"data": Position()},
-        "counting loss": lambda: {"loss_fn": counting_loss},
-        "loss with a closure": lambda: {"loss_fn": closure_loss()},
-        "asking for the step": lambda: {"cls": Annealing},
-        "two optimizers": lambda: {"cls": TwoOptimizers},
-        "compiled": lambda: {"loop": {"compile": "eager"}, "guards": {"stall": None}},
-        "deferred reads": lambda: {
-            "loop": {"host_read_every": 4},
-            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 3e-3, "fused": True},
-        },
-        "subclass": lambda: {"cls": Teaching},
-        "schedule and average": lambda: {"model": Busy(), "scheduler": ONE_CYCLE, "loop": {"ema": 0.9}},
-        "momentum": lambda: {"optimizer": MOMENTUM, "guards": {"clip": {"mode": "norm", "max_norm": 0.5}}},
-        "accumulation": lambda: {"loop": {"grad_accum": 3}},
-        "fp16 with islands": lambda: {
-            "loop": {"precision": "fp16"},
-            "guards": {"islands": {"modules": ["head"], "loss": True}},
-        },
-    }[kind]()
+    return list(zip(x.split(16), y.split(16), strict=True))
 
 
-KINDS = (
-    *("plain", "busy model", "data that draws", "loader", "loader with a generator", "list that is written to"),
-    *(
-        "generator function",
-        "stateful data",
-        "counting loss",
-        "loss with a closure",
-        "subclass",
-        "schedule and average",
-    ),
-    *("momentum", "accumulation", "fp16 with islands", "asking for the step", "two optimizers", "compiled"),
-    "deferred reads",
-)
+def loader(generator: torch.Generator | None = None) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*make_data()), 16, shuffle=True, generator=generator)
 
 
+FUSED = {"_target_": "torch.optim.AdamW", "lr": 3e-3, "fused": True}
+ISLANDS = {"islands": {"modules": ["head"], "loss": True}}
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {},
+    "busy model": lambda: {"model": Busy()},
+    "data that draws": lambda: {"data": Augmented()},
+    "loader": lambda: {"data": loader()},
+    "loader with a generator": lambda: {"data": loader(torch.Generator().manual_seed(2))},
+    "list that is written to": lambda: {"data": batches(), "loss_fn": writing_loss},
+    "generator function": lambda: {"data": shuffled_batches},
+    "stateful data": lambda: {"data": Position()},
+    "counting loss": lambda: {"loss_fn": counting_loss},
+    "loss with a closure": lambda: {"loss_fn": closure_loss()},
+    "asking for the step": lambda: {"cls": Annealing},
+    "two optimizers": lambda: {"cls": TwoOptimizers},
+    "compiled": lambda: {"loop": {"compile": "eager"}, "guards": {"stall": None}},
+    "deferred reads": lambda: {"loop": {"host_read_every": 4}, "optimizer": FUSED},
+    "subclass": lambda: {"cls": Teaching},
+    "schedule and average": lambda: {"model": Busy(), "scheduler": ONE_CYCLE, "loop": {"ema": 0.9}},
+    "momentum": lambda: {"optimizer": MOMENTUM, "guards": {"clip": {"mode": "norm", "max_norm": 0.5}}},
+    "accumulation": lambda: {"loop": {"grad_accum": 3}},
+    "fp16 with islands": lambda: {"loop": {"precision": "fp16"}, "guards": ISLANDS},
+}
 NOT_RESUMABLE = {
     "busy model": "counters and generators that no checkpoint holds",
     "data that draws": "generators of its own",
@@ -219,7 +200,7 @@ def trained(kind: str, run_dir: Path, checked: bool) -> dict[str, Any]:
     global NUM_CALLS
     NUM_CALLS = 0
     torch.manual_seed(0)
-    trainer = make_trainer(**parts(kind))
+    trainer = make_trainer(**KINDS[kind]())
     trainer._run_dir = run_dir
     if checked:
         report = check(trainer, budget=20)
@@ -233,13 +214,13 @@ def trained(kind: str, run_dir: Path, checked: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_after_a_check_is_the_run_without(kind: str, tmp_path: Path) -> None:
+def test_a_run_after_a_check_is_bit_identical(kind: str, tmp_path: Path) -> None:
     without = trained(kind, tmp_path / "without", checked=False)
     after = trained(kind, tmp_path / "after", checked=True)
     assert_same(after, without)
 
 
-def test_random_state_gradients_and_files_are_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_gradients_and_files_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path)
@@ -258,7 +239,7 @@ def test_random_state_gradients_and_files_are_as_before(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
-def test_what_a_failing_check_finds_is_left_as_it_was() -> None:
+def test_a_failing_check_changes_nothing() -> None:
     x, y = make_data()
     x[5] = torch.nan
     trainer = make_trainer(TensorDataset(x, y), Busy())
@@ -268,20 +249,18 @@ def test_what_a_failing_check_finds_is_left_as_it_was() -> None:
     assert int(x.isnan().any(1).sum()) == 1
 
 
-def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
-    x, y = make_data()
-    batches = list(zip(x.split(16), y.split(16), strict=True))
-    trainer = make_trainer(iter(batches), loop={"max_steps": None, "max_epochs": 1})
+def test_a_one_shot_iterator_is_not_consumed(tmp_path: Path) -> None:
+    trainer = make_trainer(iter(batches()), loop={"max_steps": None, "max_epochs": 1})
     trainer._run_dir = tmp_path / "run"
     report = check(trainer)
     assert report.passed
     assert report["readable"].status == SKIP
     assert "only once" in report["readable"].reason
     assert report["weights_finite"].status == "PASS"
-    assert trainer.fit().steps == len(batches)
+    assert trainer.fit().steps == len(batches())
 
 
-def test_a_check_comes_before_the_run(tmp_path: Path) -> None:
+def test_a_check_after_fit_is_an_error(tmp_path: Path) -> None:
     trainer = make_trainer(loop={"max_steps": 1})
     trainer._run_dir = tmp_path / "run"
     trainer.fit()

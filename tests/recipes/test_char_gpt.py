@@ -32,7 +32,7 @@ recipe = load_recipe(ROOT / "recipes" / "char_gpt.py")
 
 
 class Lookup(nn.Module):
-    """Logits that depend on the current token only, so that a reference is easy to compute by hand."""
+    """Logits that depend on the current token only, so that the loss is easy to compute by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def documents(*indices: int, **options: object) -> dict[str, torch.Tensor]:
     return {"tokens": torch.stack([data[i]["tokens"] for i in indices])}
 
 
-def test_text_becomes_tokens_within_the_vocabulary():
+def test_encode():
     assert recipe.encode(" ~") == [1, recipe.VOCAB_SIZE - 1]
     assert recipe.encode("é\n") == recipe.encode("??")
 
@@ -77,7 +77,7 @@ def test_the_same_arguments_give_the_same_documents():
 
 
 @pytest.mark.parametrize(("split", "num_documents"), [("test", 10), ("eval", 10**9)])
-def test_impossible_data_is_refused(split: str, num_documents: int):
+def test_invalid_arguments_are_refused(split: str, num_documents: int):
     with pytest.raises(ValueError, match=r"split"):
         recipe.Documents(split, CONTEXT, num_documents)
 
@@ -117,14 +117,14 @@ def test_loss_is_the_mean_over_documents_of_the_mean_over_characters():
 
     output = recipe.document_loss(model, batch)
 
-    assert len({len(document) for document in per_document}) > 1  # otherwise the two means could not be told apart
+    assert len({len(document) for document in per_document}) > 1  # otherwise the two means would be equal
     expected = sum(sum(document) / len(document) for document in per_document) / len(per_document)
     assert output["loss"].item() == pytest.approx(expected, rel=1e-5)
     assert output["bits_per_char"].item() == pytest.approx(sum(characters) / len(characters) / math.log(2), rel=1e-5)
     assert not output["bits_per_char"].requires_grad
 
 
-def test_a_new_model_guesses_uniformly():
+def test_a_new_model_predicts_uniformly():
     model = recipe.CharGPT(context=CONTEXT)
     loss = recipe.document_loss(model, documents(*range(32)))["loss"].item()
     assert loss == pytest.approx(math.log(recipe.VOCAB_SIZE), abs=0.5)
@@ -137,7 +137,7 @@ def test_an_empty_document_is_nan_and_no_other_is():
     assert finite == [True, False, True, True]
 
 
-def test_an_empty_document_ruins_the_gradient_of_its_batch():
+def test_an_empty_document_makes_every_gradient_nan():
     model = recipe.CharGPT(context=CONTEXT)
     loss = recipe.document_loss(model, documents(4, 5, 6, empty_documents=[5]))["loss"]
     loss.backward()
@@ -178,7 +178,7 @@ def test_without_padding_the_mask_changes_nothing():
     torch.testing.assert_close(model(tokens), expected)
 
 
-def test_an_infinite_padding_mask_fails_on_padding_in_front_only():
+def test_an_infinite_padding_mask_is_nan_for_padding_in_front_only():
     model = recipe.CharGPT(context=CONTEXT, padding_mask=-torch.inf)
     data = recipe.Documents("train", CONTEXT, 500, left_padded=range(500))
     short = next(i for i in range(500) if len(data.texts[i]) < CONTEXT)

@@ -1,4 +1,4 @@
-"""`safetrain recipes`: the list is what the headers say, and a copy stands on its own."""
+"""`safetrain recipes`: the list agrees with the headers, and a copy is self-contained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every config that ships must load, name only things that exist, say how to run it, and train."""
+"""Every shipped config loads, shows how to run it, and trains."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_header_states_the_facts(path: Path):
 
 def test_config_trains(path: Path, train):
     result = train(path, "loop.max_steps=2")
-    if read_recipe(path.stem).breaks:  # some go bad at the first step
+    if read_recipe(path.stem).breaks:  # some are refused at the first step
         assert result.steps == 2 or result.incidents
     else:
         assert result.healthy
@@ -74,7 +74,7 @@ def test_config_trains(path: Path, train):
 
 
 @pytest.mark.slow
-def test_quickstart_meets_its_fault_and_goes_on_learning(train):
+def test_quickstart_refuses_its_bad_steps_and_keeps_learning(train):
     result = train("quickstart")
     bad = [attempt for attempt, loss in enumerate(result.losses) if not math.isfinite(loss)]
     assert bad == [46, 93, 136]

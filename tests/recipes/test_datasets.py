@@ -60,7 +60,7 @@ def test_a_parquet_file_is_read(tmp_path: Path):
     assert {name: values.tolist() for name, values in columns.items()} == {"a": [1, 2], "y": [0.5, 1.5]}
 
 
-def test_a_source_that_is_not_there_is_told(tmp_path: Path, table: Path):
+def test_a_missing_source_is_an_error(tmp_path: Path, table: Path):
     with pytest.raises(FileNotFoundError, match="neither a file nor one of the shipped tables"):
         get("read_columns")(str(tmp_path / "nothing.csv"))
     with pytest.raises(KeyError, match="has no column 'z'; it has a, b, y"):
@@ -77,7 +77,7 @@ def test_features_are_standardised_by_the_training_rows(table: Path):
     assert train.targets.mean().abs() < 1e-4
 
 
-def test_a_missing_cell_does_not_spoil_the_other_rows(table: Path):
+def test_a_missing_cell_affects_only_its_row(table: Path):
     data = get("Table")(str(table), "y", "train")
     bad = [i for i in range(len(data)) if not data[i][0].isfinite().all()]
     assert bad == [3]
@@ -119,7 +119,7 @@ def test_a_folder_of_images(tmp_path: Path, divided: bool):
     assert evaluation[0][0].shape == (1, 8, 8)
 
 
-def test_a_folder_without_images_is_told(tmp_path: Path):
+def test_a_folder_without_images_is_an_error(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="one folder of images per class"):
         get("Images")(str(tmp_path / "nothing"), "train")
     with pytest.raises(ValueError, match="holds no images"):

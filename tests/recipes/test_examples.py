@@ -1,4 +1,4 @@
-"""Every example in docs/examples runs, does what it says, and is shown as it is."""
+"""Every example in docs/examples runs with the documented result, and is listed in the README there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run an example as a program would, from another directory; returns its global names."""
+    """Run an example as a script, from another directory; returns its globals."""
     monkeypatch.chdir(tmp_path)
     registered = dict(REGISTRY)
 
@@ -32,7 +32,7 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     yield run_file
     REGISTRY.clear()
-    REGISTRY.update(registered)  # a guard that an example defines is that example's own
+    REGISTRY.update(registered)  # removes guards that the example registered
 
 
 def test_every_example_is_listed_and_tested():

@@ -1,4 +1,4 @@
-"""The parts of recipes, against what can be computed by hand."""
+"""The parts of recipes, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def get(name: str):
 # ---- tabular ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_forms_of_the_cross_entropy_agree_where_both_are_finite():
+def test_both_forms_of_cross_entropy_agree_where_both_are_finite():
     model = get("tabular:MLP")(num_features=4)
     batch = torch.randn(16, 4), (torch.rand(16, 1) > 0.5).float()
     loss = get("tabular:classification_loss")
-    safe, spelt_out = loss(model, batch), loss(model, batch, from_probabilities=True)
-    torch.testing.assert_close(safe["loss"], spelt_out["loss"])
-    assert safe["accuracy"] == spelt_out["accuracy"]
+    safe, textbook = loss(model, batch), loss(model, batch, from_probabilities=True)
+    torch.testing.assert_close(safe["loss"], textbook["loss"])
+    assert safe["accuracy"] == textbook["accuracy"]
     model = nn.Linear(4, 1)
     nn.init.constant_(model.bias, 30.0)  # sigmoid(30) rounds to 1
     batch = torch.zeros(2, 4), torch.ones(2, 1)
@@ -98,7 +98,7 @@ def test_windows_follow_each_other_and_evaluation_is_the_future():
     assert evaluation[0]["history"][0] > train[len(train) - 1]["future"][-1]
 
 
-def test_the_naive_forecast_has_no_skill_and_a_perfect_one_has_all():
+def test_skill_of_the_naive_and_of_a_perfect_forecast():
     loss = get("lstm:forecast_loss")
     batch = {"history": torch.randn(5, 48), "future": torch.randn(5, 12)}
 
@@ -130,7 +130,7 @@ def test_info_nce_agrees_with_a_sum_over_pairs():
     assert get("contrastive:info_nce")(embeddings, labels, 0.5).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_triplets_that_are_far_apart_cost_nothing():
+def test_triplet_loss_is_zero_beyond_the_margin():
     embeddings, labels = F.normalize(torch.eye(4)[[0, 0, 1, 1]], dim=1), torch.tensor([0, 0, 1, 1])
     assert get("contrastive:triplet")(embeddings, labels, margin=0.5) == 0
     assert get("contrastive:triplet")(embeddings, torch.tensor([0, 1, 0, 1]), margin=0.5).item() == pytest.approx(2.5)
@@ -147,7 +147,7 @@ def test_recall_counts_neighbours_of_the_same_class():
 # ---- diffusion -------------------------------------------------------------------------------------------------------
 
 
-def test_the_noise_schedule_goes_from_all_signal_to_none():
+def test_the_noise_schedule_goes_from_signal_to_noise():
     kept = get("diffusion:Diffusion")(nn.Identity(), num_times=100).kept
     assert kept[0] > 0.999
     assert 0 < kept[-1] < 1e-3
@@ -162,9 +162,9 @@ def test_the_sliced_distance_of_a_shift_is_its_mean_projection():
     assert distance(points, points + torch.tensor([1.0, 0.0]), 4096).item() == pytest.approx(2 / math.pi, abs=0.02)
 
 
-def test_a_denoiser_that_knows_the_data_samples_it():
+def test_sampling_with_a_perfect_denoiser():
     class Knows(nn.Module):
-        """Every sample is 0.7: the noise is what is left when that is taken away."""
+        """All data is 0.7, so the noise is the rest."""
 
         def forward(self, noisy, time_features):
             kept = model.kept[model.times]
@@ -200,7 +200,7 @@ def test_points_are_reproducible_and_in_range(kind: str):
 # ---- policy_gradient -------------------------------------------------------------------------------------------------
 
 
-def test_the_pole_falls_and_the_cart_starts_anew():
+def test_the_pole_falls_and_the_environment_is_reset():
     cart_pole = get("policy_gradient:CartPole")(num_envs=3)
     for step in range(200):
         _, failed, over = cart_pole.step(np.ones(3, dtype=int))
@@ -221,14 +221,14 @@ def test_the_physics_of_one_push():
     np.testing.assert_allclose(cart_pole.state[0], [0, 0.02 * linear, 0, 0.02 * angular])
 
 
-def test_an_episode_ends_with_the_clock_and_that_is_no_failure():
+def test_a_truncated_episode_is_not_a_failure():
     cart_pole = get("policy_gradient:CartPole")(num_envs=1, max_steps=1)
     _, failed, over = cart_pole.step(np.array([1]))
     assert over.all()
     assert not failed.any()
 
 
-def test_stored_log_probabilities_are_those_of_the_play():
+def test_stored_log_probabilities_are_those_of_the_behaviour_policy():
     logits = torch.tensor([[4.0, 0.0]]).repeat(2000, 1)
     rollouts = get("policy_gradient:Rollouts")(exploration=0.5)
     actions, log_probs = rollouts.act(logits)
@@ -246,14 +246,14 @@ def test_advantages_without_a_critic_are_discounted_returns():
     assert rollouts.advantages(experience, torch.zeros(1)).flatten().tolist() == [1.75, 1.5, 1.0]
 
 
-def test_play_goes_on_from_a_saved_state():
+def test_rollouts_resume_from_a_saved_state():
     def rollouts():
         made = get("policy_gradient:Rollouts")(num_envs=3, horizon=8, batch_size=5, num_passes=2)
         made.policy = policy
         return made
 
     def take(data, count):
-        """Batches, one play after the other."""
+        """Batches of as many rollouts as it takes."""
         batches = []
         while len(batches) < count:
             for batch in data:
@@ -264,14 +264,14 @@ def test_play_goes_on_from_a_saved_state():
 
     policy = get("policy_gradient:ActorCritic")()
     first, second = rollouts(), rollouts()
-    take(first, 13)  # in the middle of the second play
+    take(first, 13)  # in the middle of the second rollout
     state = first.state_dict()
     expected = take(first, 20)
     second.load_state_dict(state)
     assert_same(expected, take(second, 20))
 
 
-def test_the_physics_are_those_of_gymnasium():
+def test_the_physics_equal_gymnasiums():
     pytest.importorskip("gymnasium")
     theirs = get("policy_gradient:GymEnvironments")("CartPole-v1", num_envs=4)
     ours = get("policy_gradient:CartPole")(num_envs=4)
@@ -298,7 +298,7 @@ def test_without_transformers_the_message_says_what_to_install(monkeypatch: pyte
         get("finetune_hf:build_model")(vocab_size=256)
 
 
-def test_only_the_answer_is_learned():
+def test_only_the_answer_has_labels():
     data = get("finetune_hf:Instructions")("train", max_length=32)
     example = data.examples[0]
     sample = data[0]

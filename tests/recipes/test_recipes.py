@@ -1,4 +1,4 @@
-"""Every recipe that is not broken on purpose: it reaches what its header states, and the trainer adds nothing to its numbers."""
+"""Every healthy recipe reaches the metric in its header, and is bit-identical to a plain loop and after a resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_recipe_has_a_row():
 
 
 @pytest.mark.slow
-def test_reaches_what_its_header_states(row: Row, train):
+def test_reaches_the_metric_in_its_header(row: Row, train):
     metric, relation, number = read_recipe(row.name).goal()
     result = train(row.name)
     assert result.healthy
@@ -77,7 +77,7 @@ def build(config: Config, run_dir: Path) -> SafeTrainer:
 
 
 def plain_loop(parts: SafeTrainer, num_steps: int, accumulate: int) -> None:
-    """What one writes without safetrain, on the same model, data, loss, optimizer and schedule."""
+    """The loop without safetrain, with the same model, data, loss, optimizer and schedule."""
     model, optimizer, scheduler = parts.model, parts.optimizer, parts.scheduler
     step = 0
     while True:
@@ -95,10 +95,10 @@ def plain_loop(parts: SafeTrainer, num_steps: int, accumulate: int) -> None:
         parts.stream.next_epoch()
 
 
-def test_the_seed_decides_the_run(row: Row, tmp_path: Path):
+def test_the_seed_determines_the_run(row: Row, tmp_path: Path):
     weights = []
     for index, seed in enumerate((3, 3, 4)):
-        torch.manual_seed(index)  # what was drawn before does not matter
+        torch.manual_seed(index)  # earlier random state does not matter
         trainer = build(load(row.name, f"seed={seed}", "loop.max_steps=2"), tmp_path / str(index))
         trainer.fit()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))

@@ -1,6 +1,6 @@
-"""Every broken twin: where it goes wrong, what must be found, and how far it may end from its healthy self.
+"""Every broken twin: where it goes wrong, what must be found, and how far it may end from the healthy run.
 
-The healthy self is the twin with the fix that its header shows.
+The healthy run is the twin with the fix in its header.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from safetrain.cli.recipes import all_recipes, bundled_dir
 class Twin:
     name: str
     first_step: int | tuple[int, int]
-    """The attempted step of the first incident; first and last possible one where rounding decides."""
+    """The attempted step of the first incident; a range if it depends on rounding."""
     signal: str
     phase: str
     code: str
-    """Part of the guilty line; for bad data, of the line that met it first."""
+    """Part of the blamed line; for bad data, of the first line that used it."""
     cause: str
     metric: str
     distance: float
     """Between the best evaluation and the healthy run's, at most."""
     guard: str = "finite"
-    """The guard that catches it first."""
+    """The guard that refuses the step first."""
     off: tuple[str, ...] = ()
-    """Overrides without which the numbers never become non-finite, because it is caught before; the origin needs them."""
+    """Overrides that disable guards which refuse the step before it is non-finite, so that there is an origin to find."""
 
     @property
     def fix(self) -> list[str]:
@@ -60,7 +60,7 @@ TWINS = [
 ]
 # fmt: on
 
-# The deviation of one value is what contrastive_broken is about.
+# contrastive_broken takes the standard deviation of one value.
 pytestmark = pytest.mark.filterwarnings(r"ignore:std\(\). degrees of freedom is <= 0:UserWarning")
 
 
@@ -73,7 +73,7 @@ def twin(request: pytest.FixtureRequest) -> Twin:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory):
-    """Results by name and overrides; each run is made once."""
+    """Results by name and overrides; each config is trained once."""
 
     @cache
     def result(name: str, *overrides: str) -> FitResult:
@@ -97,7 +97,7 @@ def test_every_broken_config_has_a_row_and_every_recipe_a_broken_config():
 
 
 @pytest.mark.slow
-def test_goes_wrong_where_the_table_says(twin: Twin, results):
+def test_first_incident(twin: Twin, results):
     incident = results(twin.name).incidents[0]
     first, last = twin.first_step if isinstance(twin.first_step, tuple) else (twin.first_step, twin.first_step)
     assert first <= incident.step <= last
@@ -107,14 +107,14 @@ def test_goes_wrong_where_the_table_says(twin: Twin, results):
 
 
 @pytest.mark.slow
-def test_the_fix_in_the_header_is_one(twin: Twin, results):
+def test_the_fix_in_the_header_works(twin: Twin, results):
     fixed = results(twin.name, *twin.fix)
     assert fixed.healthy
     assert fixed.best is not None
 
 
 @pytest.mark.slow
-def test_survives_and_learns_as_much_as_its_healthy_self(twin: Twin, results):
+def test_learns_as_much_as_the_healthy_run(twin: Twin, results):
     broken, healthy = results(twin.name), results(twin.name, *twin.fix)
     assert broken.status == "done"
     assert broken.steps == healthy.steps

@@ -1,4 +1,4 @@
-"""Runs with a fault, and what their records say of it."""
+"""Runs with a fault, and checks of their records."""
 
 import json
 
@@ -30,17 +30,17 @@ def make_trainer(tmp_path):
 
 @pytest.fixture
 def check_saved():
-    """Train; the run must come to its end with finite weights, and its records must tell of the incidents."""
+    """Train; the run must come to its end with finite weights, and its records must list the incidents."""
 
-    def check(trainer, *, steps, incidents, rung, said):
-        """`incidents`: the action by step. `said` must be in the reasons of each, after the name of the rung."""
+    def check(trainer, *, steps, incidents, rung, reason):
+        """`incidents`: the action by step. `reason` must be in the reasons of each, after the name of the rung."""
         result = trainer.fit()
         assert result.status == "done"
         assert result.steps == steps
         assert {incident.step: incident.decision.action for incident in result.incidents} == incidents
         assert all(torch.isfinite(tensor).all() for tensor in trainer.model.state_dict().values())
         for incident in result.incidents:
-            assert any(r.startswith(f"{rung}: ") and said in r for r in incident.decision.reasons), incident.decision
+            assert any(r.startswith(f"{rung}: ") and reason in r for r in incident.decision.reasons), incident.decision
         summary = json.loads((result.run_dir / "summary.json").read_text())
         assert [i["decision"]["action"] for i in summary["incidents"]] == list(incidents.values())
         events = journal(result)
@@ -52,19 +52,19 @@ def check_saved():
 
 @pytest.fixture
 def check_stopped():
-    """Train; the run must stop with these words, and nothing bad may have been applied."""
+    """Train; the run must stop with these reasons, and no bad update may have been applied."""
 
-    def check(trainer, *words):
+    def check(trainer, *reasons):
         with pytest.raises(TrainingStopped) as stopped:
             trainer.fit()
         result = stopped.value.result
         assert result.status == "stopped"
         assert stopped.value.incident.decision.action == "stop"
-        for word in words:
-            assert any(word in reason for reason in stopped.value.incident.decision.reasons), (
-                word, stopped.value.incident.decision.reasons,
+        for expected in reasons:
+            assert any(expected in reason for reason in stopped.value.incident.decision.reasons), (
+                expected, stopped.value.incident.decision.reasons,
             )  # fmt: skip
-            assert word in str(stopped.value)
+            assert expected in str(stopped.value)
         assert journal(result)[-1]["status"] == "stopped"
         return result
 

@@ -1,4 +1,4 @@
-"""What recovery changes of the computation goes on after a resume, and is told at the end with how to make it permanent."""
+"""Islands and patches of recovery survive a resume, and the end of the run says how to make them permanent."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def test_islands_and_patches_survive_a_resume(make_trainer, tmp_path, faulty):
     assert (summary["islands"], summary["patches"]) == (pieces.islands, pieces.patches)
 
 
-def test_the_yaml_that_makes_an_island_permanent_does(make_trainer):
+def test_the_printed_yaml_makes_an_island_permanent(make_trainer):
     torch.manual_seed(1)
     result = make_trainer(train_data=make_batches(8), **overflowing()).fit()
     assert [incident.decision.action for incident in result.incidents] == ["commit"]
@@ -97,15 +97,15 @@ def test_the_yaml_that_makes_an_island_permanent_does(make_trainer):
 
 
 @pytest.mark.parametrize("faulty", [overflowing, singular])
-def test_they_are_printed_at_the_end(make_trainer, capsys, faulty):
+def test_islands_and_patches_are_printed_at_the_end(make_trainer, capsys, faulty):
     parts = faulty()
     parts["config"]["logging"] = {"console": "plain", "tensorboard": False}
     make_trainer(train_data=batches_with_zero(), **parts).fit()
     end = capsys.readouterr().out.rpartition("done: ")[2]
     if faulty is overflowing:
-        _, said, told = end.partition("to make it permanent, add to the config:\n")
-        assert said
-        assert yaml.safe_load("".join(told.splitlines(True)[:4])) == {"guards": {"islands": {"modules": ["2"]}}}
+        _, found, snippet = end.partition("to make it permanent, add to the config:\n")
+        assert found
+        assert yaml.safe_load("".join(snippet.splitlines(True)[:4])) == {"guards": {"islands": {"modules": ["2"]}}}
     else:
         end = " ".join(end.split())  # wrapped where the path is long
         assert "sqrt at" in end
@@ -122,7 +122,7 @@ def loss(model, batch):
 """
 
 
-def test_a_patch_of_a_line_that_was_edited_is_not_put_in(make_trainer, tmp_path, caplog):
+def test_a_patch_of_an_edited_line_is_not_installed(make_trainer, tmp_path, caplog):
     source = tmp_path / "loss_to_edit.py"
     edits = {"as it was": LOSS, "fixed": LOSS.replace(".sqrt()", ".add(1e-12).sqrt()")}
     for name, text in edits.items():

@@ -1,4 +1,4 @@
-"""On a run without a fault all the guards, snapshots and the ladder change no bit, apart from clipping."""
+"""In a run without a fault all guards, snapshots and the ladder change no bit, apart from clipping."""
 
 import copy
 import importlib.util

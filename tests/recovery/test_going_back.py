@@ -1,4 +1,4 @@
-"""Rungs that give a step up: skip it, go back, start again, or stop. Each alone saves the run, and each ends with its budget."""
+"""Rungs that give up a step: skip, roll back, restart or stop. Each alone recovers the run, and each ends with its budget."""
 
 import math
 
@@ -42,7 +42,7 @@ def rollbacks_of(result):
     return [(e["to_step"], e["committed"], e["source"]) for e in journal(result) if e["event"] == "rollback"]
 
 
-def test_bad_batches_are_skipped_as_if_they_had_not_been_there(make_trainer, check_saved):
+def test_skipped_bad_batches_leave_no_trace(make_trainer, check_saved):
     batches, states = make_batches(12, bad=(4, 8)), []
     for data in ([b for i, b in enumerate(batches) if i not in (4, 8)], batches):
         torch.manual_seed(1)
@@ -95,7 +95,7 @@ class Table(SafeTrainer):
                 self.model.weight[view.step % 8] = kept
 
 
-def test_a_state_that_is_only_good_for_the_last_batch_is_at_fault(make_trainer):
+def test_a_state_that_only_fits_the_last_batch_is_rolled_back(make_trainer):
     def loss_fn(model, batch):
         return model(batch).square().mean() + 1.0
 
@@ -111,27 +111,27 @@ def test_a_state_that_is_only_good_for_the_last_batch_is_at_fault(make_trainer):
     assert result.final_loss < 2.0
 
 
-def test_a_ruined_state_is_left_for_the_newest_trusted_snapshot(make_trainer, check_saved):
+def test_a_bad_state_is_rolled_back_to_the_newest_trusted_snapshot(make_trainer, check_saved):
     trainer = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP)
-    said = "went back to the state of step 10 (memory), 3 committed steps undone"
-    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="rollback", said=said)
+    reason = "went back to the state of step 10 (memory), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="rollback", reason=reason)
     assert rollbacks_of(result) == [(10, 10, "trusted")]
     assert result.rollbacks == 1
 
 
-def test_a_rollback_that_repeats_goes_to_an_older_snapshot(make_trainer, check_saved):
+def test_a_repeated_rollback_picks_an_older_snapshot(make_trainer, check_saved):
     trainer = make_trainer("rollback", cls=Twice, train_data=make_batches(30), config=KEEP)
     result = check_saved(
         trainer,
         steps=19,
         incidents={13: "rollback", 15: "rollback"},
         rung="rollback",
-        said="went back to the state of step",
+        reason="went back to the state of step",
     )
     assert rollbacks_of(result) == [(10, 10, "trusted"), (5, 5, "trusted")]
 
 
-def test_the_data_goes_on_and_no_batch_is_met_again(make_trainer):
+def test_a_rollback_does_not_repeat_batches(make_trainer):
     batches = make_batches(30)
     trainer = make_trainer("rollback", cls=Twice, train_data=batches, config=KEEP)
     trainer.fit()
@@ -143,7 +143,7 @@ class Looking(Spoiling):
         self.after_rollback = {guard.name: guard.state_dict() for guard in self.guards}
 
 
-def test_the_guards_baselines_are_those_of_the_snapshot(make_trainer):
+def test_a_rollback_restores_the_baselines_of_the_guards(make_trainer):
     trainer = make_trainer("rollback", cls=Looking, train_data=make_batches(30), config=KEEP)
     trainer.fit()
     assert trainer.after_rollback == trainer.learned[9]  # the snapshot was taken after the tenth step
@@ -161,7 +161,7 @@ class TransientAndSpoiling(Spoiling):
         return loss
 
 
-def test_budgets_are_not_rewound(make_trainer):
+def test_a_rollback_does_not_rewind_budgets(make_trainer):
     trainer = make_trainer("retry", "rollback", cls=TransientAndSpoiling, train_data=make_batches(30), config=KEEP)
     result = trainer.fit()
     assert [(i.step, i.decision.action) for i in result.incidents] == [(11, "commit"), (13, "rollback")]
@@ -171,7 +171,7 @@ def test_budgets_are_not_rewound(make_trainer):
 
 @pytest.mark.parametrize("config", [KEEP, DISK])
 @pytest.mark.parametrize("ladder", [("rollback", "disk"), ("disk", "rollback")])
-def test_rollbacks_end_with_their_budget_wherever_they_go_to(make_trainer, check_stopped, ladder, config):
+def test_rollbacks_to_memory_and_disk_share_a_budget(make_trainer, check_stopped, ladder, config):
     trainer = make_trainer(
         *ladder, cls=Twice, train_data=make_batches(30), config=config, recovery={"max_rollbacks": 1}
     )
@@ -179,14 +179,14 @@ def test_rollbacks_end_with_their_budget_wherever_they_go_to(make_trainer, check
     assert (result.rollbacks, [i.step for i in result.incidents]) == (1, [13, 15])
 
 
-def test_without_snapshots_the_checkpoint_on_disk_is_gone_back_to(make_trainer, check_saved):
+def test_without_snapshots_the_run_rolls_back_to_disk(make_trainer, check_saved):
     trainer = make_trainer("disk", cls=Spoiling, train_data=make_batches(30), config=DISK)
-    said = "went back to the state of step 10 (disk), 3 committed steps undone"
-    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="disk", said=said)
+    reason = "went back to the state of step 10 (disk), 3 committed steps undone"
+    result = check_saved(trainer, steps=26, incidents={13: "rollback"}, rung="disk", reason=reason)
     assert rollbacks_of(result) == [(10, 10, "disk")]
 
 
-def test_a_rollback_without_anything_to_go_back_to_stops(make_trainer, check_stopped):
+def test_a_rollback_without_any_saved_state_stops(make_trainer, check_stopped):
     nothing = {"checkpoint": {"snapshot_every": None, "enabled": False}}
     trainer = make_trainer("rollback", "disk", cls=Spoiling, train_data=make_batches(30), config=nothing)
     check_stopped(trainer, "rollback: there is nothing to go back to", "disk: there is nothing to go back to")
@@ -206,7 +206,7 @@ def too_fast(make_trainer, lr, max_steps=250, **parts):
     return make_trainer(model=model, optimizer=optimizer, train_data=batches, config=config, **parts)
 
 
-def test_a_learning_rate_far_too_high_from_the_start_is_left_by_starting_again(make_trainer):
+def test_a_learning_rate_far_too_high_is_recovered_by_a_restart(make_trainer):
     trainer = too_fast(make_trainer, 1.0, recovery={"ladder": ["restart"]})
     result = trainer.fit()
     (incident,) = result.incidents
@@ -236,7 +236,7 @@ def classify(make_trainer, lr, easy=1.0, **parts):
     )
 
 
-def test_first_steps_that_made_it_worse_are_taken_back(make_trainer):
+def test_first_steps_that_raised_the_loss_are_rolled_back(make_trainer):
     result = classify(make_trainer, 3.0).fit()
     incident = result.incidents[0]
     assert (incident.step, incident.decision.action) == (8, "rollback")
@@ -278,7 +278,7 @@ class Remembering(SafeTrainer):
         self.kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
 
-def test_at_the_end_of_the_ladder_the_run_stops_with_nothing_applied(make_trainer, check_stopped):
+def test_at_the_end_of_the_ladder_the_run_stops_without_an_update(make_trainer, check_stopped):
     trainer = make_trainer(cls=Remembering, train_data=make_batches(8, bad=(5,)), recovery={"ladder": []})
     result = check_stopped(trainer, "finite: the loss is nan", "recovery: nothing is left to try")
     assert (result.steps, result.attempted) == (5, 6)
@@ -290,7 +290,7 @@ class Outlier(Spoiling):
     at = ()
 
 
-def test_bad_data_in_a_row_is_told_from_a_bad_state(make_trainer):
+def test_bad_data_in_a_row_is_distinguished_from_a_bad_state(make_trainer):
     """Rollback comes before skip here, and still only what is at fault is given up."""
     batches = make_batches(40, bad=range(20, 34))
     trainer = make_trainer("skip", "rollback", cls=Outlier, train_data=batches, config=KEEP)
@@ -299,7 +299,7 @@ def test_bad_data_in_a_row_is_told_from_a_bad_state(make_trainer):
     assert "the data is at fault, not the state" in " ".join(result.incidents[-1].decision.reasons)
 
 
-def test_the_run_is_saved_by_whichever_rung_is_left(make_trainer):
+def test_the_default_ladder_recovers_from_every_kind_of_fault(make_trainer):
     """The whole ladder, and a fault for each of its ends."""
     batches = make_batches(40, bad=(20,))
     batches[25][0][3] = math.nan
@@ -323,7 +323,7 @@ def test_a_parameter_that_was_never_finite_is_named_with_cause_and_fix(make_trai
     assert "initialise it" in incident.fix
 
 
-def test_what_breaks_between_steps_is_named_without_a_guess_at_its_cause(make_trainer):
+def test_a_weight_that_breaks_between_steps_has_an_unknown_cause(make_trainer):
     config = {**KEEP, "guards": {"finite": {"state_every": 1000}}}
 
     class Late(Spoiling):
@@ -337,7 +337,7 @@ def test_what_breaks_between_steps_is_named_without_a_guess_at_its_cause(make_tr
     assert "parameter 0.weight is not finite after a step" in first.cause.explanation
 
 
-def test_a_weight_that_went_bad_during_the_run_is_not_blamed_on_its_initialisation(make_trainer):
+def test_a_weight_that_became_nan_during_training_is_not_blamed_on_initialisation(make_trainer):
     incident = make_trainer("rollback", cls=Spoiling, train_data=make_batches(30), config=KEEP).fit().incidents[0]
     assert incident.cause.label == "corrupt_parameter"
     assert "an update before it, or something between the steps" in incident.cause.explanation

@@ -1,4 +1,4 @@
-"""Which rungs there are, in which order, and whose: the user's own ladder, in YAML or in code."""
+"""Which rungs are tried, in which order; custom rungs in YAML or in code."""
 
 import math
 import sys
@@ -68,7 +68,7 @@ def test_rungs_are_tried_in_the_order_of_the_config(make_trainer, tmp_path, ladd
     assert [incident.decision.action for incident in result.incidents] == [action]
 
 
-def test_a_rung_of_ones_own_is_named_by_its_file_relative_to_the_config(make_trainer, tmp_path, check_stopped):
+def test_a_custom_rung_by_file_relative_to_the_config(make_trainer, tmp_path, check_stopped):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "own_rungs.py").write_text(OWN)
     path = tmp_path / "elsewhere" / "own.yaml"
@@ -84,7 +84,7 @@ def test_a_rung_of_ones_own_is_named_by_its_file_relative_to_the_config(make_tra
     assert "first_half: trained on the first half" in result.incidents[0].decision.reasons
 
 
-def test_or_by_its_module(make_trainer, tmp_path, monkeypatch):
+def test_a_custom_rung_by_module(make_trainer, tmp_path, monkeypatch):
     (tmp_path / "rungs_of_mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     trainer = make_trainer("rungs_of_mine.FirstHalf", "skip", train_data=bad_second_half(3))
@@ -123,14 +123,14 @@ def test_a_ladder_can_be_made_in_code(make_trainer):
         ("./file.py", "names a file; add what to take from it"),
     ],
 )
-def test_a_name_that_means_no_rung_is_a_problem_of_the_config(name, message):
+def test_an_unknown_rung_is_a_config_error(name, message):
     with pytest.raises(ConfigError) as raised:
         load_config({"recovery": {"ladder": ["retry", name], "max_retrys": 3}})
     assert message in str(raised.value)
     assert "max_retrys" in str(raised.value)  # with every other problem
 
 
-def test_what_is_no_rung_is_said(tmp_path):
+def test_an_object_that_is_no_rung_is_a_config_error(tmp_path):
     (tmp_path / "no_rungs.py").write_text(OWN)
     with pytest.raises(ConfigError, match=r"is not a rung; let it be a subclass of safetrain\.recovery\.Rung"):
         Ladder(RecoveryConfig(ladder=[f"{tmp_path}/no_rungs.py:not_a_rung"]))
@@ -138,11 +138,11 @@ def test_what_is_no_rung_is_said(tmp_path):
         Ladder(RecoveryConfig(ladder=["skp"]))
 
 
-def test_the_default_ladder_has_every_rung_of_ours():
+def test_the_default_ladder_has_every_built_in_rung():
     assert list(RUNGS) == list(LADDER)
 
 
-def test_a_stop_that_a_guard_asks_for_is_not_climbed_away_from(make_trainer):
+def test_a_stop_of_a_guard_is_not_recovered_from(make_trainer):
     trainer = make_trainer(train_data=make_batches(6))
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: math.nan if step == 3 else 1.0

@@ -1,4 +1,4 @@
-"""Models that no rank can run alone: the guilty rank, its module and its samples are found by running them together."""
+"""Models that no rank can run alone: guilty rank, module and samples are found by running all ranks together."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A sample that keeps causing incidents is left out of later epochs, by its index, also after a resume."""
+"""A sample that keeps causing incidents is excluded from later epochs by its index, also after a resume."""
 
 import json
 import math
@@ -68,8 +68,10 @@ def test_after_two_incidents_a_sample_is_left_out(make_trainer, shuffle, workers
         assert line.keys() == {"id", "step", "epoch", "count", "reason"}
         assert (line["epoch"], line["count"], line["reason"]) == (1, 2, "finite: the loss is nan")
         reasons = next(i.decision.reasons for i in result.incidents if i.step == line["step"])
-        said = f"quarantine: sample {line['id']} of the data set has caused 2 incidents: it is left out of later epochs"
-        assert said in reasons
+        reason = (
+            f"quarantine: sample {line['id']} of the data set has caused 2 incidents: it is left out of later epochs"
+        )
+        assert reason in reasons
     # Every other sample is visited once an epoch, whatever was left out.
     healthy = [float(index) for index in range(31) if index not in BAD]
     assert all(sorted(trainer.epochs[epoch]) == healthy for epoch in range(4))
@@ -77,7 +79,7 @@ def test_after_two_incidents_a_sample_is_left_out(make_trainer, shuffle, workers
 
 
 @pytest.mark.parametrize("die_at", [7, 12, 19])
-def test_a_resume_goes_on_with_the_same_samples(make_trainer, tmp_path, die_at):
+def test_a_resume_visits_the_same_samples(make_trainer, tmp_path, die_at):
     """Wherever the run died: before, in or after the epoch in which a sample was quarantined."""
     trainers = []
     for name, deaths in (("whole", [None]), ("pieces", [die_at, None])):
@@ -102,13 +104,13 @@ def test_a_resume_goes_on_with_the_same_samples(make_trainer, tmp_path, die_at):
     assert_same(whole.model.state_dict(), pieces.model.state_dict())
 
 
-def test_with_accumulation_the_sample_of_the_right_micro_batch_is_meant(make_trainer):
+def test_with_accumulation_the_right_sample_is_quarantined(make_trainer):
     config = {**CONFIG, "loop": {"max_epochs": 3, "grad_accum": 3}}
     result = make_trainer(train_data=make_data(), config=config).fit()
     assert sorted(result.quarantined) == list(BAD)
 
 
-def test_what_the_batch_guard_finds_counts_too(make_trainer):
+def test_samples_found_by_the_batch_guard_count_too(make_trainer):
     """All of a batch may be bad data."""
     data = make_data(32)
     data.tensors[0][8:12] = math.nan
@@ -121,7 +123,7 @@ def test_what_the_batch_guard_finds_counts_too(make_trainer):
 @pytest.mark.parametrize(
     ("recovery", "loader"), [({"heal": []}, False), ({"quarantine_after": None}, False), ({}, True)]
 )
-def test_nothing_is_quarantined_where_that_is_not_asked_for_or_not_known(make_trainer, recovery, loader):
+def test_nothing_is_quarantined_without_heal_or_sample_indices(make_trainer, recovery, loader):
     data = DataLoader(make_data(), batch_size=4) if loader else make_data()
     trainer = make_trainer(train_data=data, config=CONFIG, recovery=recovery)
     result = trainer.fit()
@@ -137,7 +139,7 @@ def test_a_run_without_incidents_writes_no_list(make_trainer):
     assert not (trainer.run.dir / "quarantine.jsonl").exists()
 
 
-def test_what_was_listed_after_the_state_resumed_from_is_not_listed(tmp_path):
+def test_loading_a_state_releases_samples_quarantined_after_it(tmp_path):
     quarantine = Quarantine(2, tmp_path)
     assert quarantine.note([3, 4], 10, 0, "bad") == [
         "sample 3 of the data set has caused 1 of 2 incidents",

@@ -1,4 +1,4 @@
-"""Rungs that repair a step and commit it: each alone saves the run, and each ends with its budget."""
+"""Rungs that repair a step and commit it: each alone recovers the run, and each ends with its budget."""
 
 import math
 
@@ -30,7 +30,7 @@ class Always(Transient):
 
 
 @pytest.mark.parametrize("investigated", [True, False])
-def test_a_fault_that_does_not_reproduce_leaves_no_trace(make_trainer, check_saved, investigated):
+def test_a_transient_fault_leaves_no_trace(make_trainer, check_saved, investigated):
     """Dropout included: the step that is run again draws the numbers it drew."""
     batches, states = make_batches(12), []
     for cls in (SafeTrainer, Transient):
@@ -42,8 +42,8 @@ def test_a_fault_that_does_not_reproduce_leaves_no_trace(make_trainer, check_sav
         if cls is SafeTrainer:
             assert trainer.fit().healthy
         else:
-            said = "the same step was run again and committed"
-            result = check_saved(trainer, steps=12, incidents={4: "commit"}, rung="retry", said=said)
+            reason = "the same step was run again and committed"
+            result = check_saved(trainer, steps=12, incidents={4: "commit"}, rung="retry", reason=reason)
             assert math.isnan(result.losses[4])  # what was refused is not filtered from the record
         states.append([model.state_dict(), trainer.optimizer.state_dict()])
     assert_same(*states)
@@ -61,7 +61,7 @@ def with_bad_samples(batches, *places):
     return batches
 
 
-def test_guilty_samples_are_left_out_and_the_rest_is_learned_from(make_trainer, check_saved):
+def test_guilty_samples_are_left_out_and_the_rest_is_committed(make_trainer, check_saved):
     """As if they had never been in the batch."""
     batches = with_bad_samples(make_batches(10), (4, 2), (4, 5), (7, 0))
     kept = [tuple(tensor[batch[0].isfinite().all(1)] for tensor in batch) for batch in batches]
@@ -77,7 +77,7 @@ def test_guilty_samples_are_left_out_and_the_rest_is_learned_from(make_trainer, 
                 steps=10,
                 incidents={4: "commit", 7: "commit"},
                 rung="samples",
-                said="left out, the rest committed",
+                reason="left out, the rest committed",
             )
             assert [incident.samples for incident in result.incidents] == [[2, 5], [0]]
             assert (
@@ -96,8 +96,8 @@ def test_leaving_samples_out_ends_with_its_budget(make_trainer, check_stopped):
 def test_a_bad_micro_batch_is_left_out(make_trainer, check_saved):
     config = {"loop": {"grad_accum": 2}, "guards": {"finite": {"drop_micro_batch": True}}}
     trainer = make_trainer("micro_batch", train_data=make_batches(12, bad=(5,)), config=config)
-    said = "micro-batch 1 of 2 left out"
-    check_saved(trainer, steps=6, incidents={2: "commit"}, rung="micro_batch", said=said)
+    reason = "micro-batch 1 of 2 left out"
+    check_saved(trainer, steps=6, incidents={2: "commit"}, rung="micro_batch", reason=reason)
 
 
 def test_leaving_micro_batches_out_ends_with_its_budget_and_where_none_is_good(make_trainer, check_stopped):
@@ -146,12 +146,12 @@ def test_the_overflowing_module_becomes_an_island(make_trainer, check_saved):
     trainer = make_trainer(
         "island", model=make_overflowing(1.0), loss_fn=float_mse, train_data=make_batches(10), config=FP16
     )
-    said = "2 is kept in float32 from now on"
-    result = check_saved(trainer, steps=10, incidents={0: "commit"}, rung="island", said=said)
+    reason = "2 is kept in float32 from now on"
+    result = check_saved(trainer, steps=10, incidents={0: "commit"}, rung="island", reason=reason)
     assert result.islands["modules"] == ["2"]
 
 
-def test_a_repaired_fp16_step_is_committed_when_the_scaler_has_found_its_scale(make_trainer):
+def test_a_repaired_fp16_step_is_committed_at_a_smaller_loss_scale(make_trainer):
     trainer = make_trainer(
         "island", model=make_overflowing(1.0), loss_fn=lambda m, b: 1e3 * float_mse(m, b), train_data=make_batches(10),
         config=FP16,
@@ -172,7 +172,7 @@ def test_islands_end_with_their_budget(make_trainer, check_saved, check_stopped)
         )  # fmt: skip
         if budget == 2:
             result = check_saved(
-                trainer, steps=10, incidents={0: "commit", 6: "commit"}, rung="island", said="is kept in float32"
+                trainer, steps=10, incidents={0: "commit", 6: "commit"}, rung="island", reason="is kept in float32"
             )
             assert result.islands["modules"] == ["2", "4"]
         else:
@@ -203,8 +203,8 @@ def test_the_safe_variant_runs_at_the_blamed_line(make_trainer, check_saved):
     trainer = make_trainer(
         "patch", loss_fn=rooted, train_data=with_zeros(make_batches(10), 3, 6), recovery={"heal": ["patch"]}
     )
-    said = "runs as its safe variant from now on; to make it permanent: "
-    result = check_saved(trainer, steps=10, incidents={3: "commit"}, rung="patch", said=said)
+    reason = "runs as its safe variant from now on; to make it permanent: "
+    result = check_saved(trainer, steps=10, incidents={3: "commit"}, rung="patch", reason=reason)
     (patch,) = result.patches
     assert (patch["operations"], patch["code"]) == (["sqrt"], "return out.square().mean() + size.sqrt().mean()  # its derivative at 0 is infinite")  # fmt: skip
     assert patch["num_uses"] == 7
@@ -250,7 +250,7 @@ def test_an_update_that_divides_zero_by_zero_is_patched_too(make_trainer):
     assert result.patches[0]["num_uses"] >= result.steps
 
 
-def test_a_patch_that_is_in_is_part_of_what_is_investigated(make_trainer):
+def test_later_investigations_run_with_the_installed_patch(make_trainer):
     """A later fault is not blamed on the line that runs safely."""
     batches = with_zeros(make_batches(12, bad=(7,)), 3)
     trainer = make_trainer(*("patch", "skip"), loss_fn=rooted, train_data=batches, recovery={"heal": ["patch"]})
@@ -260,7 +260,7 @@ def test_a_patch_that_is_in_is_part_of_what_is_investigated(make_trainer):
     assert result.patches[0]["num_uses"] == 12 - 3  # what is only looked at does not count
 
 
-def test_an_investigation_that_tries_the_update_is_not_taken_for_a_write_of_the_step(make_trainer, caplog):
+def test_an_investigation_that_tries_the_update_is_no_write_of_the_step(make_trainer, caplog):
     make_trainer("patch", loss_fn=rooted, train_data=with_zeros(make_batches(6), 3), recovery={"heal": ["patch"]}).fit()
     assert "forward wrote to" not in caplog.text
 
@@ -285,7 +285,7 @@ def test_nothing_is_repaired_that_heal_does_not_allow(make_trainer):
     assert result.patches == []
 
 
-def test_what_did_not_help_is_taken_back(make_trainer, check_stopped):
+def test_a_repair_that_did_not_help_is_undone(make_trainer, check_stopped):
     """Two layers overflow at once, and the batch is refused for another reason too."""
 
     def loss_fn(model, batch):
@@ -308,4 +308,4 @@ def test_what_did_not_help_is_taken_back(make_trainer, check_stopped):
 
 def test_the_default_ladder_prefers_leaving_out_samples_to_skipping(make_trainer, check_saved):
     trainer = make_trainer(train_data=with_bad_samples(make_batches(8), (4, 2)), loss_fn=mse)
-    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", said="sample 2 of the batch left out")
+    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", reason="sample 2 of the batch left out")

@@ -1,29 +1,11 @@
-"""A run with three kinds of incidents, steps that were skipped, evaluations and checkpoints; trained once for all tests."""
+"""A run with three kinds of incidents, skipped steps, evaluations and checkpoints; trained once for all tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-
-from safetrain import SafeTrainer
-
-CONFIG = Path(__file__).with_name("sensors.yaml")
-
-
-def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
-    from safetrain.config import load
-
-    torch.set_num_threads(1)
-    config = load(str(CONFIG), ["logging.console=off", "logging.tensorboard=false", *changes]).config
-    SafeTrainer(config=config, run_dir=run_dir).fit(resume=resume)
-
-
-@pytest.fixture(scope="session", name="train")
-def train_() -> Callable[..., None]:
-    return train
+from report_pages import train
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Readings of sensors, some of which are broken: each kind of fault in known places."""
+"""Synthetic sensor readings with known faults."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ class Readings(Dataset):
         self.target = self.signal[:, :4].tanh() + 0.05 * torch.randn(count, 4, generator=generator)
         self.weights = torch.rand(count, 4, generator=generator)
         if count > 4000:
-            self.weights[1000] = 0.0  # nothing to weigh by
+            self.weights[1000] = 0.0  # the weights of a sample are all 0
             self.signal[1777] = 0.0  # a silent sensor
             self.target[2500, 2] = float("nan")  # a lost label
             self.signal[3000:3072] *= 3e18  # saturated
@@ -25,7 +25,7 @@ class Readings(Dataset):
 
 
 class Loudness(nn.Module):
-    """Level of each signal in decibels, beside the signal itself."""
+    """Appends the level of each signal in decibels."""
 
     def forward(self, signal: Tensor) -> Tensor:
         power = signal.square().mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The report in a real browser: it shows, its script runs, it asks for nothing, and it fits a phone and a wide screen."""
+"""The report in a real browser: it renders on a phone and a wide screen, its script runs, and it makes no requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def page_of(faulty_run: Path, healthy_run: Path, tmp_path_factory: pytest.TempPa
     }
 
 
-def sees(page: Page, selector: str) -> bool:
-    """It is there and takes up space."""
+def is_visible(page: Page, selector: str) -> bool:
+    """The element exists and takes up space."""
     found = f"document.querySelector({selector!r})"
     return bool(page.run(f"!!{found} && {found}.getBoundingClientRect().height > 8"))
 
@@ -37,20 +37,20 @@ def sees(page: Page, selector: str) -> bool:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("kind", ["report", "comparison"])
-def test_it_shows_at_every_width(
+def test_it_renders_at_every_width(
     browser: Browser, page_of: dict[str, Path], kind: str, width: int, scheme: str
 ) -> None:
     page = browser.open(page_of[kind], width, scheme)
     assert page.problems == []
     assert page.requests == []
-    assert page.run("document.documentElement.scrollWidth") == width  # nothing to scroll sideways for
+    assert page.run("document.documentElement.scrollWidth") == width  # no horizontal scrolling
     number = "a1" if kind == "comparison" else "1"
     for selector in (".verdict", "#timeline", "#incidents table", f"#incident-{number} .source .blamed", f"#incident-{number} .fix",
                      f"#incident-{number} .plots svg", f"#incident-{number} .way", "#details"):  # fmt: skip
-        assert sees(page, selector), selector
-    assert sees(page, ".plot.wide svg") == (width == 1600)
-    assert sees(page, ".plot.narrow svg") == (width == 400)
-    # Text of the plots is neither too small to read nor out of the picture.
+        assert is_visible(page, selector), selector
+    assert is_visible(page, ".plot.wide svg") == (width == 1600)
+    assert is_visible(page, ".plot.narrow svg") == (width == 400)
+    # Text in the plots is large enough to read and not cut off.
     shown = ".plot.narrow" if width == 400 else ".plot.wide"
     smallest, left = page.run(
         f"(() => {{ const boxes = [...document.querySelectorAll('{shown} text')].map(t => t.getBoundingClientRect());"
@@ -100,5 +100,5 @@ def test_it_can_be_read_without_its_script(browser: Browser, page_of: dict[str, 
     bare = tmp_path / "bare.html"
     bare.write_text(text[: text.index("<script>")] + text[text.index("</script>") :], encoding="utf-8")
     page = browser.open(bare, 400)
-    assert sees(page, "#incident-1 .fix")
-    assert not sees(page, "#theme")
+    assert is_visible(page, "#incident-1 .fix")
+    assert not is_visible(page, "#theme")

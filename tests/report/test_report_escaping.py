@@ -1,4 +1,4 @@
-"""Names, lines of source and texts with markup in them are shown, never executed."""
+"""Markup in names, source lines and messages is shown as text, never executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTACK = "<img src=x onerror=hacked=1>"
 
 
 class Named(nn.Module):
-    """A module whose name is markup, and a line of source with some in it."""
+    """A module whose name is markup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run_dir, tmp_path_factory.mktemp("page") / "report.html").path
 
 
-def test_markup_in_names_and_lines_is_text(page: Path) -> None:
+def test_markup_in_names_and_source_is_text(page: Path) -> None:
     parsed = Parsed.file(page)
     parsed.check()
     assert "</script><script>window.hacked=1</script>" in parsed.text_of["incident-1"]  # the blamed line
@@ -69,7 +69,7 @@ def test_markup_in_names_and_lines_is_text(page: Path) -> None:
     assert len(parsed.all("title")) == 1
 
 
-def test_the_page_allows_no_script_but_its_own(page: Path) -> None:
+def test_the_content_security_policy_allows_only_the_reports_script(page: Path) -> None:
     policy = next(a["content"] for a in Parsed.file(page).all("meta") if "http-equiv" in a)
     assert "default-src 'none'" in policy
     assert "script-src 'sha256-" in policy

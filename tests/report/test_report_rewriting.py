@@ -1,4 +1,4 @@
-"""The blamed line with its safe variant: right, or not offered."""
+"""The blamed line rewritten with the safe operation: equivalent, or left alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "operation", "expected"), LINES)
-def test_the_line_means_the_same_where_both_are_defined(line: str, operation: str, expected: str) -> None:
+def test_rewritten_lines_are_equivalent_where_both_are_defined(line: str, operation: str, expected: str) -> None:
     assert rewritten(line, operation) == expected
     results = []
     for code in (line, expected):
@@ -46,7 +46,7 @@ def test_the_line_means_the_same_where_both_are_defined(line: str, operation: st
 @pytest.mark.parametrize(
     ("line", "operation"),
     [
-        ("y = a / b / c", "div"),  # which of them?
+        ("y = a / b / c", "div"),  # ambiguous
         ("y = f(a /", "div"),  # part of a statement
         ("y = torch.exp(a)", "exp"),
         ("y = torch.sqrt(a, out=b)", "sqrt"),
@@ -57,5 +57,5 @@ def test_the_line_means_the_same_where_both_are_defined(line: str, operation: st
         ("y = (" * 500, "div"),
     ],
 )
-def test_what_is_in_doubt_is_left_alone(line: str, operation: str) -> None:
+def test_ambiguous_lines_are_left_alone(line: str, operation: str) -> None:
     assert rewritten(line, operation) == ""

@@ -1,4 +1,4 @@
-"""The report of runs in every state, taken apart without a browser."""
+"""The report of runs in every state, parsed without a browser."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from report_pages import Parsed
+from report_pages import Parsed, train
 
 from safetrain.cli.main import program, run
 from safetrain.core.rundir import RunLock
@@ -41,11 +40,11 @@ def lines(run_dir: Path) -> list[bytes]:
 
 @pytest.fixture
 def copy(faulty_run: Path, tmp_path: Path) -> Path:
-    """Of the run, to be damaged."""
+    """A copy of the run, which a test may damage."""
     return shutil.copytree(faulty_run, tmp_path / "run", symlinks=True)
 
 
-def test_every_part_is_there(faulty_page: Parsed) -> None:
+def test_every_section_is_there(faulty_page: Parsed) -> None:
     page = faulty_page
     assert "250 steps committed, with 12 incidents (6 repaired, 6 skipped)" in page.text
     for part in ("timeline", "incidents", "details"):
@@ -69,14 +68,14 @@ def test_every_part_is_there(faulty_page: Parsed) -> None:
          "clean or drop these samples", ""),
     ],
 )  # fmt: skip
-def test_an_incident_says_what_to_change_before_anything_else(
+def test_an_incident_starts_with_what_to_change(
     faulty_page: Parsed, incident: int, place: str, line: str, cause: str, fix: str, written: str
 ) -> None:
     part = faulty_page.text_of[f"incident-{incident}"]
     top, _, rest = part.partition("Why")
     assert rest
-    for said in (place, line, cause, fix, written, "Tried on a replay of this step"):
-        assert said.lower() in top.lower()
+    for shown in (place, line, cause, fix, written, "Tried on a replay of this step"):
+        assert shown.lower() in top.lower()
 
 
 def test_an_incident_has_its_evidence(faulty_run: Path, faulty_page: Parsed) -> None:
@@ -84,9 +83,9 @@ def test_an_incident_has_its_evidence(faulty_run: Path, faulty_page: Parsed) -> 
     part = page.text_of["incident-2"]
     assert "log10 got self: 1 zero of 32 values" in part
     assert "samples: sample 17 of the batch left out" in part
-    way = re.sub(r"\s+", " ", part.partition("From the origin to the loss")[2].partition("Samples")[0]).strip()
-    assert way.startswith("loudness forwardencoder.0 forward")
-    assert way.endswith("the loss")
+    path = re.sub(r"\s+", " ", part.partition("From the origin to the loss")[2].partition("Samples")[0]).strip()
+    assert path.startswith("loudness forwardencoder.0 forward")
+    assert path.endswith("the loss")
     assert part.count("✔") >= 2
     assert "✘" in part
     assert f"safetrain replay {faulty_run}/incidents/step-000055" in part
@@ -103,7 +102,7 @@ def test_a_healthy_run(healthy_run: Path) -> None:
     assert "No step was refused." in page.text_of["incidents"]
 
 
-def test_a_run_that_still_goes_on(copy: Path) -> None:
+def test_a_run_that_is_still_running(copy: Path) -> None:
     (copy / "journal.jsonl").write_bytes(b"".join(lines(copy)[:60]))
     (copy / "summary.json").unlink()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(copy)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -111,17 +110,17 @@ def test_a_run_that_still_goes_on(copy: Path) -> None:
     assert holder.stdout.readline() == b"held\n"
     page = report(copy)
     holder.communicate(b"")
-    assert "Still going on" in page.text
+    assert "Still running" in page.text
     assert "Cut off" in report(copy).text
 
 
 def test_the_process_that_trains_can_write_the_report(copy: Path) -> None:
     (copy / "journal.jsonl").write_bytes(b"".join(lines(copy)[:60]))
     lock = RunLock(copy)
-    assert "Still going on" in report(copy).text
+    assert "Still running" in report(copy).text
     refused = subprocess.run([sys.executable, "-c", HOLD, str(copy)], capture_output=True, stdin=subprocess.DEVNULL)
     lock.release()
-    assert b"is being written to" in refused.stderr  # reading did not let go of the lock
+    assert b"is being written to" in refused.stderr  # reading did not release the lock
 
 
 def test_a_journal_that_ends_in_the_middle_of_a_line(copy: Path) -> None:
@@ -131,23 +130,23 @@ def test_a_journal_that_ends_in_the_middle_of_a_line(copy: Path) -> None:
     page = report(copy)
     assert "ends in the middle of a line" in page.text
     assert f"safetrain resume {copy}" in page.text
-    # What the journal does not have any more is still in its own directory.
+    # Incidents that the journal lacks are read from their directories.
     assert "is on disk but not in the journal" in page.text
     assert len(page.all("article", "incident")) == 12
 
 
-def test_every_place_to_cut_the_journal(healthy_run: Path, tmp_path: Path) -> None:
+def test_a_journal_truncated_anywhere(healthy_run: Path, tmp_path: Path) -> None:
     content = (healthy_run / "journal.jsonl").read_bytes()
     damaged = tmp_path / "run"
     damaged.mkdir()
     for end in range(0, len(content), max(1, len(content) // 60)):
         (damaged / "journal.jsonl").write_bytes(content[:end])
-        whole = content.rfind(b"\n", 0, end + 1) + 1  # a line that lacks only its end is whole
+        whole = content.rfind(b"\n", 0, end + 1) + 1  # a line that lacks only its newline counts
         assert read_run(damaged).num_attempted == content[:whole].count(b'"event": "step"')
     assert "Cut off" in report(damaged).text
 
 
-def test_a_damaged_journal_is_read_as_far_as_it_goes(copy: Path) -> None:
+def test_damaged_journal_lines_are_skipped(copy: Path) -> None:
     all_lines = lines(copy)
     all_lines[5], all_lines[9], all_lines[12] = b"\xff\xfe\n", b"[1, 2]\n", b'{"event": "step", "step": "x"}\n'
     (copy / "journal.jsonl").write_bytes(b"".join(all_lines))
@@ -159,7 +158,7 @@ def test_a_damaged_journal_is_read_as_far_as_it_goes(copy: Path) -> None:
     assert len(page.all("article", "incident")) == 12
 
 
-def test_a_resumed_run(tmp_path: Path, train: Callable[..., None]) -> None:
+def test_a_resumed_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(run_dir, "loop.max_steps=20", "loop.max_epochs=null")
     train(run_dir, "loop.max_steps=45", "loop.max_epochs=null", resume=True)
@@ -170,7 +169,7 @@ def test_a_resumed_run(tmp_path: Path, train: Callable[..., None]) -> None:
     assert "resumed" in page.text_of["timeline"]
 
 
-def test_two_runs_side_by_side(faulty_run: Path, healthy_run: Path) -> None:
+def test_comparison_of_two_runs(faulty_run: Path, healthy_run: Path) -> None:
     page = report(faulty_run, compare=healthy_run)
     assert "Finished" in page.text
     assert "Healthy" in page.text
@@ -182,18 +181,16 @@ def test_two_runs_side_by_side(faulty_run: Path, healthy_run: Path) -> None:
 
 
 @pytest.mark.parametrize("made", ["nothing", "empty directory", "file"])
-def test_what_is_not_a_run_is_an_error_that_says_what_to_do(
-    tmp_path: Path, made: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_without_a_run_is_an_error(tmp_path: Path, made: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "there"
     if made == "empty directory":
         path.mkdir()
     elif made == "file":
         path.touch()
     assert run(["report", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "To fix: give the directory of a run" in said
-    assert len(said.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert "To fix: give the directory of a run" in message
+    assert len(message.splitlines()) <= 10
     assert run(["report", str(tmp_path), "--compare", str(path)]) == 2
 
 
@@ -228,7 +225,7 @@ def test_no_torch_is_needed(healthy_run: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program, str(healthy_run)], check=False).returncode == 0
 
 
-def test_nothing_is_left_behind_in_matplotlib(healthy_run: Path) -> None:
+def test_matplotlib_settings_are_restored(healthy_run: Path) -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
@@ -246,17 +243,10 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize("values", EXTREMES)
-def test_numbers_of_any_size_can_be_drawn(tmp_path: Path, values: list[Any]) -> None:
+def test_numbers_of_any_size_can_be_plotted(tmp_path: Path, values: list[Any]) -> None:
     fields = {"event": "step", "lr_scale": 1.0, "epoch": 0, "committed": 1}
-    told = [
-        {
-            **fields,
-            "step": step,
-            "action": "commit" if step % 2 else "skip",
-            "loss": value,
-            "grad_norm": value,
-            "lr": value,
-        }
+    steps = [
+        {**fields, "step": step, "action": ("skip", "commit")[step % 2], "loss": value, "grad_norm": value, "lr": value}
         for step, value in enumerate(values)
     ]
     impossible = [
@@ -266,7 +256,7 @@ def test_numbers_of_any_size_can_be_drawn(tmp_path: Path, values: list[Any]) -> 
     ]
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "journal.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*told, *impossible]))
+    (run_dir / "journal.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, *impossible]))
     page = report(run_dir)
     assert "2 lines of journal.jsonl could not be read" in page.text
     assert ("NaN ×1" in page.text_of["timeline"]) == ("nan" in values)

@@ -1,4 +1,4 @@
-"""Long curves: extremes and NaN are kept, in bounded memory."""
+"""Long curves keep their extremes and NaN in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetrain.report.run import read_run
 from safetrain.report.series import NUM_BINS, Marks, Series
 
 
-def test_a_short_curve_is_kept_as_it_is() -> None:
+def test_a_short_curve_is_kept_unchanged() -> None:
     series = Series()
     values = [3.0, math.nan, 1.0, math.inf, -math.inf, 2.0]
     for step, value in enumerate(values):
@@ -31,7 +31,7 @@ def test_a_short_curve_is_kept_as_it_is() -> None:
     assert [(span.first, span.last, span.count) for span in series.inf.spans(1)] == [(3, 4, 2)]
 
 
-def test_a_long_curve_keeps_its_extremes_where_they_were() -> None:
+def test_a_long_curve_keeps_its_extremes_in_place() -> None:
     series = Series()
     values = np.random.default_rng(0).normal(size=300_000)
     values[123_456], values[222_222] = 1e6, -1e6
@@ -44,7 +44,7 @@ def test_a_long_curve_keeps_its_extremes_where_they_were() -> None:
     assert steps[kept.argmin()] == 222_222
     assert (values[steps.astype(int)] == kept).all()
     assert (steps[0], steps[-1]) == (0, 299_999)
-    # Any stretch of the curve is as high and as low as it was.
+    # Every section of the curve keeps its range.
     for start in range(0, 300_000, 10_000):
         inside = (steps >= start) & (steps < start + 10_000)
         piece = values[start : start + 10_000]

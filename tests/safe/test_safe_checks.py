@@ -1,4 +1,4 @@
-"""check_tensor and check_gradients say what, how much and where, and are silent otherwise."""
+"""check_tensor and check_gradients report what is non-finite, how many values and where; otherwise nothing."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_a_finite_tensor_comes_back_as_itself():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_error_names_everything_there_is_to_know(dtype):
+def test_the_error_has_counts_shape_dtype_index_and_range(dtype):
     t = torch.tensor([[1.5, -2.0, 0.0], [4.0, NAN, INF], [-INF, NAN, 1.0]], dtype=dtype)
     with pytest.raises(NonFiniteError) as caught:
         safe.check_tensor(t, "logits")
@@ -46,7 +46,7 @@ def test_no_finite_values_scalars_and_float8():
         safe.check_tensor(torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn))
 
 
-def test_complex_tensors_are_judged_by_both_parts():
+def test_complex_tensors_are_checked_in_both_parts():
     healthy = torch.tensor([3 + 4j])
     assert safe.check_tensor(healthy.conj()) is not None
     with pytest.raises(
@@ -55,19 +55,19 @@ def test_complex_tensors_are_judged_by_both_parts():
         safe.check_tensor(torch.tensor([3 + 4j, complex(0, NAN)]))
 
 
-def test_sparse_tensors_report_the_place_in_the_tensor():
+def test_sparse_tensors_report_the_index_in_the_tensor():
     sparse = torch.sparse_coo_tensor([[4, 7]], torch.tensor([[1.0, 2.0], [3.0, NAN]]), (9, 2), check_invariants=True)
     with pytest.raises(NonFiniteError, match=r"1 NaN of 4 values, shape \(9, 2\).*first bad index \(7, 1\)"):
         safe.check_tensor(sparse)
     assert safe.check_tensor(torch.eye(3).to_sparse()).is_sparse
 
 
-def test_what_is_not_a_tensor_is_refused():
+def test_non_tensors_are_refused():
     with pytest.raises(UsageError, match=r"batch is dict.*To fix"):
         safe.check_tensor({"x": torch.ones(1)}, "batch")
 
 
-def test_the_command_line_treats_a_failed_check_as_an_exception_of_user_code(tmp_path, monkeypatch, capfd):
+def test_a_failed_check_exits_like_an_exception_of_user_code(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("checked_loss.py").write_text(
         "import torch\n"
@@ -132,7 +132,7 @@ def test_a_missing_gradient_alone_does_not_raise_but_none_at_all_does():
     assert safe.check_gradients(nn.ReLU()) == []
 
 
-def test_a_long_list_is_cut_in_the_message_only():
+def test_a_long_list_is_truncated_in_the_message_only():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
     for p in model.parameters():
         p.grad = torch.full_like(p, NAN)
@@ -141,7 +141,7 @@ def test_a_long_list_is_cut_in_the_message_only():
     assert len(safe.check_gradients(model, raise_on_bad=False)) == 16
 
 
-def test_sparse_gradients_are_looked_into_and_left_uncoalesced():
+def test_sparse_gradients_are_checked_and_left_uncoalesced():
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([3, 3])).sum().backward()
     gradient = table.weight.grad

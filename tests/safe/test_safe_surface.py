@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safe_cases import CASES, HEALTHY
+from safe_cases import CASES, HEALTHY, every
 
 from safetrain import safe
 
@@ -19,11 +19,7 @@ OPERATIONS = [name for name in FUNCTIONS if not name.startswith("check_")]
 DOCS = Path(__file__).parents[2] / "docs" / "safe.md"
 
 
-def every(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
-
-
-def test_the_table_of_cases_covers_every_operation():
+def test_the_cases_cover_every_operation():
     assert {case.name.split()[0] for case in HEALTHY} == set(OPERATIONS)
 
 
@@ -66,7 +62,7 @@ def test_vmap_over_rows(case):
 
 @every(CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_gives_what_torch_gives_and_stays_finite(case, dtype):
+def test_autocast_agrees_with_torch_and_stays_finite(case, dtype):
     with torch.autocast("cpu", dtype):
         healthy = case.inputs(torch.float32)
         ours, theirs = case.safe(*healthy), case.plain(*healthy)
@@ -79,7 +75,7 @@ def test_autocast_gives_what_torch_gives_and_stays_finite(case, dtype):
 
 
 def test_the_where_trap_is_avoided():
-    """What people write, and why it is not enough."""
+    """Selecting with `where` after the operation is not enough."""
     x = torch.tensor([0.0, 4.0], requires_grad=True)
     naive = torch.where(x > 0, x.sqrt(), 0.0)
     assert torch.autograd.grad(naive.sum(), x)[0][0].isnan()

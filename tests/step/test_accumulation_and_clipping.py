@@ -1,4 +1,4 @@
-"""Windows of micro-batches, and what happens to the gradient between backward and step."""
+"""Windows of micro-batches, and clipping between backward and the optimizer step."""
 
 import math
 
@@ -14,7 +14,7 @@ ONLY_MICRO_BATCHES = {"heal": []}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_window_without_its_bad_micro_batch_equals_one_that_never_held_it(make_trainer, precision):
+def test_dropping_a_bad_micro_batch_equals_a_window_without_it(make_trainer, precision):
     batches = make_batches(12, bad=(5,))
     states = []
     for data, accum in ((batches, [4, 4, 4]), (batches[:5] + batches[6:], [4, 3, 4])):
@@ -44,7 +44,7 @@ def test_a_dropped_micro_batch_is_an_incident_that_names_it(make_trainer):
     assert any("micro-batch 2, 3 of 4 left out" in reason for reason in incident.decision.reasons)
 
 
-def test_a_window_of_nothing_but_bad_micro_batches_is_refused(make_trainer):
+def test_a_window_of_only_bad_micro_batches_is_refused(make_trainer):
     result = make_trainer(
         train_data=make_batches(8, bad=(0, 1)),
         config={"loop": {"grad_accum": 2}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES},
@@ -99,7 +99,7 @@ def test_value_clipping(make_trainer):
     assert max(g.abs().max().item() for g in grads) == pytest.approx(0.01)
 
 
-def test_each_group_is_clipped_on_its_own(make_trainer):
+def test_each_parameter_group_is_clipped_separately(make_trainer):
     model = make_model(norm=False)
     parts = [list(model[0].parameters()), list(model[4].parameters())]
     groups = [{"params": part} for part in parts]
@@ -109,7 +109,7 @@ def test_each_group_is_clipped_on_its_own(make_trainer):
 
 
 @pytest.mark.parametrize("mode", ["norm", "group_norm"])
-def test_a_norm_that_overflows_over_finite_gradients_is_a_huge_gradient_and_is_clipped(make_trainer, mode):
+def test_huge_finite_gradients_whose_norm_overflows_are_clipped(make_trainer, mode):
     result, grads = gradients_seen(make_trainer, make_model(), scaled(1e25), {"mode": mode, "max_norm": 0.5})
     assert result.healthy
     assert norm(grads) == pytest.approx(0.5, rel=1e-4)
@@ -130,7 +130,7 @@ def test_a_norm_overflow_is_reported_with_the_true_norm(make_trainer):
     assert 1e23 < views[0].grad_norm < 1e27
 
 
-def test_a_norm_overflow_without_any_clip_is_refused_by_that_name(make_trainer):
+def test_a_norm_overflow_without_clipping_is_refused(make_trainer):
     config = {"guards": {"clip": None}, "recovery": {"max_refusals": 0}}
     with pytest.raises(TrainingStopped, match="norm overflow"):
         make_trainer(loss_fn=scaled(1e25), train_data=make_batches(1), config=config).fit()

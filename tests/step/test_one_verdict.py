@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, all ranks decide the same, hold the same weights, and decide as a single process does."""
+"""Whatever goes wrong on one rank, all ranks decide the same, hold the same weights, and decide as a single process would."""
 
 import math
 
@@ -60,7 +60,7 @@ def alone(tmp_path):
 
 
 def assert_together(ranks):
-    """All ranks ended alike, with the same bits."""
+    """All ranks ended in the same way, with bit-identical weights."""
     first = ranks[0]
     for other in ranks[1:]:
         assert other.summary == first.summary
@@ -136,11 +136,11 @@ def test_bad_state_on_one_rank_is_rolled_back_on_all(records, name):
     assert "not finite" in " ".join(incident["decision"]["reasons"])
 
 
-def test_bad_weights_are_decided_on_as_in_one_process(records, alone):
+def test_bad_weights_are_handled_as_in_one_process(records, alone):
     assert_decided_as(records["weights"], alone("weights"))
 
 
-def test_bad_buffers_of_rank_0_are_decided_on_as_in_one_process(records, alone):
+def test_bad_buffers_of_rank_0_are_handled_as_in_one_process(records, alone):
     single = alone("buffers")
     assert records["buffers"][0].steps == single.steps
 
@@ -152,7 +152,7 @@ def test_spike_on_one_rank(records, alone):
     assert (incident["trigger"]["guard"], incident["rank"]) == ("spike", len(records["spike"]) - 1)
 
 
-def test_an_exception_because_of_numbers_is_a_refused_step(records, alone):
+def test_an_exception_caused_by_data_is_a_refused_step(records, alone):
     assert_together(records["index-error"])
     assert_decided_as(records["index-error"], alone("index-error"))
     (incident,) = records["index-error"][0].incidents
@@ -188,7 +188,7 @@ def test_a_signal_on_one_rank_saves_on_all_at_the_same_step(records, alone):
 @pytest.mark.parametrize(
     ("name", "says"), [("user-error", "a mistake in user code"), ("backward-error", "backward hook")]
 )
-def test_an_exception_of_user_code_on_one_rank_ends_all(records, name, says):
+def test_an_exception_of_user_code_on_one_rank_ends_all_ranks(records, name, says):
     *others, guilty = records[name]
     assert guilty.error == "KeyError"
     assert {record.error for record in others} == {"RankError"}
@@ -200,7 +200,7 @@ def test_an_exception_of_user_code_on_one_rank_ends_all(records, name, says):
     assert guilty.summary["steps"] == BAD_STEP
 
 
-def test_what_was_learned_is_saved_when_user_code_raises(records):
+def test_the_state_is_saved_when_user_code_raises(records):
     assert any(f"{BAD_STEP:06d}" in name for name in records["user-error"][0].checkpoints)
 
 
@@ -209,7 +209,7 @@ def test_a_metric_that_only_one_rank_returns(records):
     assert len(records["metric"][0].losses) == NUM_STEPS
 
 
-def test_evaluation_is_shared_out_and_equal(records, alone):
+def test_evaluation_is_sharded_and_equal_on_all_ranks(records, alone):
     assert_together(records["evaluation"])
     evaluations = [record.evaluations for record in records["evaluation"]]
     assert all(each == evaluations[0] for each in evaluations)

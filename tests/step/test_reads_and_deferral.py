@@ -1,4 +1,4 @@
-"""How often the host waits for the device, and what is late when it waits less."""
+"""How often the host waits for the device, and what deferred reads (`loop.host_read_every`) change."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_a_healthy_step_reads_the_host_once(make_trainer, monkeypatch, optimizer
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_deferred_reads_never_apply_a_bad_update_and_tell_the_right_step(make_trainer, name):
+def test_deferred_reads_never_apply_a_bad_update_and_report_the_right_step(make_trainer, name):
     """Bit-identical with reading every step, apart from the learning rate of the steps that followed a refusal."""
     batches = make_batches(40, bad=(7, 8, 30))
     states, results = [], []
@@ -151,8 +151,9 @@ def test_max_steps_are_committed_steps_also_when_reads_are_deferred(make_trainer
     assert (result.steps, result.attempted) == (20, 22)
 
 
-def test_deferral_needs_an_optimizer_that_can_skip_on_the_device(make_trainer):
-    trainer = make_trainer(train_data=make_batches(2), config={"loop": {"host_read_every": 4}})
+def test_deferred_reads_need_a_fused_optimizer(make_trainer):
+    unfused = {"_target_": "torch.optim.AdamW", "fused": False}
+    trainer = make_trainer(train_data=make_batches(2), config={"loop": {"host_read_every": 4}, "optimizer": unfused})
     with pytest.raises(UsageError, match="fused=True"):
         trainer.fit()
 
@@ -164,7 +165,7 @@ def test_deferral_needs_an_optimizer_that_can_skip_on_the_device(make_trainer):
         {"loop": {"host_read_every": 4}, "guards": {"finite": {"drop_micro_batch": True}}},
     ],
 )
-def test_what_cannot_be_deferred_is_said(make_trainer, config):
+def test_options_that_cannot_be_deferred_are_an_error(make_trainer, config):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer = make_trainer(model, SafeTrainer, optimizer=optimizer, train_data=make_batches(2), config=config)
@@ -173,7 +174,7 @@ def test_what_cannot_be_deferred_is_said(make_trainer, config):
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_a_refused_first_step_leaves_no_garbage_in_the_momentum(make_trainer, dampening):
+def test_a_refused_first_step_leaves_the_momentum_clean(make_trainer, dampening):
     batches = make_batches(12, bad=(0,))
     states = []
     for every in (1, 2):
@@ -237,7 +238,7 @@ class Ceiling(Guard):
         return Verdict()
 
 
-def test_a_refusal_that_comes_too_late_is_told(make_trainer):
+def test_a_refusal_that_comes_too_late_is_reported(make_trainer):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     config = {"loop": {"host_read_every": 4}}
@@ -292,7 +293,7 @@ def test_steps_on_the_device_are_recorded_however_the_run_ends(make_trainer):
     assert run(cls=Breaking).attempted == 6
 
 
-def test_a_refused_chunk_puts_back_all_that_the_schedule_moves(make_trainer):
+def test_refused_deferred_steps_restore_everything_the_schedule_changes(make_trainer):
     settings = []
     for every in (1, 4):
         model = make_model()
@@ -308,7 +309,7 @@ def test_a_refused_chunk_puts_back_all_that_the_schedule_moves(make_trainer):
     assert settings[0] == settings[1]
 
 
-def test_numbers_whose_sum_overflows_are_no_reason_to_refuse(make_trainer):
+def test_finite_numbers_whose_sum_overflows_are_healthy(make_trainer):
     model = make_model()
     model.register_buffer("huge", torch.full((2,), 3e38))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -338,7 +339,7 @@ def test_modes_of_a_refused_step_are_restored_when_reads_are_deferred(make_train
     assert model.training
 
 
-def test_the_average_of_double_precision_weights_does_not_depend_on_when_the_host_reads(make_trainer):
+def test_the_ema_of_float64_weights_does_not_depend_on_deferred_reads(make_trainer):
     averages = []
     for every in (1, 4):
         torch.manual_seed(1)
@@ -353,7 +354,7 @@ def test_the_average_of_double_precision_weights_does_not_depend_on_when_the_hos
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_schedule_that_fails_leaves_a_whole_step_and_a_saved_state(make_trainer, every):
+def test_a_failing_schedule_leaves_a_complete_step_and_a_saved_state(make_trainer, every):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=5)

@@ -1,4 +1,4 @@
-"""What a forward pass may write to beside BatchNorm's statistics is put back when its step is refused."""
+"""Everything that a forward pass writes to, not only BatchNorm's statistics, is restored when its step is refused."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ class Compared(SafeTrainer):
     """After every refusal all parameters and buffers, also of the loss, are what they were after the last commit."""
 
     def everything(self):
-        roots = [self.model, *self._modules_beside()]
+        roots = [self.model, *self.auxiliary_modules()]
         held = [module._buffers for root in roots for module in root.modules()]
         buffers = [{n: b.to_dense() if b is not None else None for n, b in each.items()} for each in held]
         weights = [p.detach() for root in roots for p in root.parameters()]
@@ -107,7 +107,7 @@ WRITERS = [Codebook, Clamped, LateBuffer, Growing, Sparse]
 
 @pytest.mark.parametrize("bad", [(0, 3), (4,)])
 @pytest.mark.parametrize("make", WRITERS)
-def test_what_forward_wrote_is_put_back(make_trainer, make, bad):
+def test_writes_of_forward_are_undone_when_the_step_is_refused(make_trainer, make, bad):
     config = {**NO_REPAIR, "checkpoint": {"enabled": False, "snapshot_every": None, "save_final": make is not Sparse}}
     trainer = make_trainer(make(), Compared, train_data=make_batches(6, bad=bad), config=config)
     result = trainer.fit()
@@ -116,7 +116,7 @@ def test_what_forward_wrote_is_put_back(make_trainer, make, bad):
 
 
 @pytest.mark.parametrize("make", WRITERS)
-def test_what_forward_writes_is_the_same_as_in_a_plain_loop(make_trainer, make):
+def test_writes_of_forward_are_the_same_as_in_a_plain_loop(make_trainer, make):
     batches = make_batches(6)
     torch.manual_seed(3)
     plain = make()
@@ -158,7 +158,7 @@ class HiddenStatistic(Base):
 
 @pytest.mark.parametrize("kind", ["late", "complex", "parameter"])
 @pytest.mark.parametrize("bad", [0, 3])
-def test_nan_in_what_forward_writes_is_noticed(make_trainer, kind, bad):
+def test_nan_that_forward_writes_to_a_buffer_is_refused(make_trainer, kind, bad):
     model = HiddenStatistic(kind)
     trainer = make_trainer(model, train_data=make_batches(5, bad=(bad,)), config=NO_REPAIR)
     result = trainer.fit()
@@ -166,7 +166,7 @@ def test_nan_in_what_forward_writes_is_noticed(make_trainer, kind, bad):
     assert all(torch.isfinite(t).all() for t in [*model.parameters(), *model.buffers()])
 
 
-def test_a_mask_that_is_made_in_forward_raises_no_alarm(make_trainer):
+def test_an_infinite_mask_created_in_forward_is_healthy(make_trainer):
     assert make_trainer(LateBuffer(), train_data=make_batches(5)).fit().healthy
 
 
@@ -185,7 +185,7 @@ class CountingLoss(nn.Module):
         return loss
 
 
-def test_the_state_of_a_loss_is_put_back_too(make_trainer):
+def test_the_state_of_a_loss_module_is_restored_too(make_trainer):
     loss = CountingLoss()
     trainer = make_trainer(nn.Linear(6, 1), Compared, loss_fn=loss, train_data=make_batches(6, bad=(2,)))
     trainer.fit()
@@ -195,7 +195,7 @@ def test_the_state_of_a_loss_is_put_back_too(make_trainer):
     assert math.isfinite(loss.center)
 
 
-def test_a_refused_step_leaves_its_batch_as_it_was(make_trainer):
+def test_a_refused_step_restores_its_batch(make_trainer):
     """Retries, the bundle and the probe of the last good batch see what the step saw."""
     seen = []
 
@@ -219,7 +219,7 @@ def test_a_refused_step_leaves_its_batch_as_it_was(make_trainer):
     assert_same(bundle["window"][0], originals[3])
 
 
-def test_dropped_micro_batches_are_retried_as_they_were(make_trainer):
+def test_retried_micro_batches_are_restored_first(make_trainer):
     sizes = []
 
     def loss_fn(model, batch):
@@ -240,7 +240,7 @@ def test_dropped_micro_batches_are_retried_as_they_were(make_trainer):
     assert {s for s in sizes[2:] if not math.isnan(s)} == {first}
 
 
-def test_nothing_is_copied_for_a_step_that_writes_to_nothing():
+def test_nothing_is_copied_for_a_step_without_writes():
     model = nn.Linear(6, 1)
     transaction = Transaction(model)
     for batch in make_batches(2):
@@ -276,7 +276,7 @@ def test_evaluation_leaves_no_trace(make_trainer):
     assert model.training
 
 
-def test_parameters_that_cannot_be_averaged_or_are_infinite_on_purpose(make_trainer):
+def test_integer_and_infinite_parameters_are_allowed(make_trainer):
     model = nn.Sequential(nn.Linear(6, 1))
     model.register_parameter("mask", nn.Parameter(torch.full((3,), -math.inf), requires_grad=False))
     model.register_parameter("codes", nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False))
@@ -285,7 +285,7 @@ def test_parameters_that_cannot_be_averaged_or_are_infinite_on_purpose(make_trai
     assert torch.isneginf(trainer.ema.state_dict()["mask"]).all()
 
 
-def test_gradients_that_were_there_before_are_not_used(make_trainer):
+def test_gradients_left_over_before_the_run_are_cleared(make_trainer):
     weights = []
     for left_over in (False, True):
         torch.manual_seed(1)
@@ -298,7 +298,7 @@ def test_gradients_that_were_there_before_are_not_used(make_trainer):
     assert_same(*weights)
 
 
-def test_models_that_cannot_be_trained_as_they_are_are_told_what_to_do(make_trainer):
+def test_lazy_modules_and_sparse_buffers_are_errors_with_a_fix(make_trainer):
     for lazy in (nn.LazyLinear(1), nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))):
         with pytest.raises(UsageError, match="call the model on one batch"):
             make_trainer(lazy, train_data=make_batches(2))
@@ -325,7 +325,7 @@ def test_complex_gradients_are_clipped_by_value(make_trainer):
     assert moved.max() == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_the_average_can_be_loaded_whatever_the_model_holds(make_trainer):
+def test_the_ema_loads_with_tied_weights_and_transient_buffers(make_trainer):
     class Tied(Growing):
         def __init__(self):
             super().__init__()
@@ -348,11 +348,11 @@ def test_an_investigation_is_not_mistaken_for_a_forward_that_writes_weights(make
     """It tries the optimizer's update on the weights, and puts them back."""
     trainer = make_trainer(HiddenStatistic("complex"), train_data=make_batches(5, bad=(2,)))
     trainer.fit()
-    assert trainer.transaction.written_parameters == set()
+    assert trainer.stepper.transaction.written_parameters == set()
     assert "for the first time" not in caplog.text
 
 
-def test_a_first_write_that_comes_late_and_cannot_be_undone_is_told(make_trainer, caplog):
+def test_a_late_first_write_that_cannot_be_undone_is_logged(make_trainer, caplog):
     class Late(Base):
         @torch.no_grad()
         def write(self, x):
@@ -364,10 +364,10 @@ def test_a_first_write_that_comes_late_and_cannot_be_undone_is_told(make_trainer
     with caplog.at_level("WARNING", "safetrain"):
         trainer.fit()
     assert caplog.text.count("forward wrote to fc.weight for the first time") == 1
-    assert trainer.transaction.written_parameters == {"fc.weight"}
+    assert trainer.stepper.transaction.written_parameters == {"fc.weight"}
 
 
-def test_batches_with_sparse_tensors_train_and_are_refused_like_any(make_trainer):
+def test_batches_with_sparse_tensors_train_and_are_refused(make_trainer):
     def loss_fn(model, batch):
         return model(torch.sparse.mm(batch[0], torch.eye(6))).square().mean() * batch[1]
 

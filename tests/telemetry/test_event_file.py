@@ -30,7 +30,7 @@ def test_each_event_is_there_at_once(tmp_path):
     events.close()
 
 
-def test_two_files_of_one_second_do_not_meet(tmp_path):
+def test_two_files_of_one_second_have_different_names(tmp_path):
     for _ in range(5):
         EventFile(tmp_path, ".end").close()
     assert len(list(tmp_path.glob("events.out.tfevents.*.end"))) == 5
@@ -38,7 +38,7 @@ def test_two_files_of_one_second_do_not_meet(tmp_path):
 
 @pytest.fixture
 def no_room_beyond():
-    """Files cannot grow beyond so many bytes."""
+    """Files cannot grow beyond N bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_an_error_and_the_rest_readable(tmp_path, no_room_b
     events.close()
 
 
-def test_a_run_goes_on_without_its_curves(tmp_path, no_room_beyond, caplog):
+def test_a_run_continues_without_its_curves(tmp_path, no_room_beyond, caplog):
     torch.manual_seed(0)
     config = {"loop": {"max_steps": 150, "log_every": 1}, "logging": {"console": "off"}}
     config["checkpoint"] = {"enabled": False, "save_final": False}
@@ -73,7 +73,7 @@ def test_a_run_goes_on_without_its_curves(tmp_path, no_room_beyond, caplog):
         if trainer.step == 10:
             (path,) = (tmp_path / "run").glob("events*")
             no_room_beyond(path.stat().st_size + 100)
-        if trainer.step == 110:  # steps are told in bunches of 50
+        if trainer.step == 110:  # steps are sent in batches of 50
             no_room_beyond(resource.RLIM_INFINITY)
         return plain(model, batch)
 

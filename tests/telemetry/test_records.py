@@ -95,7 +95,7 @@ def test_the_journal_is_complete_up_to_an_incident(train):
     assert train(Reading).fit().steps == 7
 
 
-def test_what_cannot_be_logged_is_said_once(train):
+def test_values_that_cannot_be_logged_are_reported_once(train):
     def loss_fn(model, batch):
         return {"loss": mse(model, batch), "logits": model(batch[0]), "size": 3, "by_class": [1.0, 2.0], "none": None}
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_logged_is_said_once(train):
     assert all(line["metrics"] == {"size": 3.0} for line in lines if line["event"] == "step")
 
 
-def test_a_step_is_told_soon_also_if_nothing_else_happens(train, monkeypatch):
+def test_a_step_is_written_soon_even_if_nothing_else_happens(train, monkeypatch):
     from safetrain.telemetry import sink
 
     monkeypatch.setattr(sink, "FLUSH_SECONDS", -1.0)
@@ -120,7 +120,7 @@ def test_a_step_is_told_soon_also_if_nothing_else_happens(train, monkeypatch):
     assert train(Reading).fit().steps == 7
 
 
-def test_summary_and_config_tell_what_ran(train):
+def test_summary_and_config_describe_the_run(train):
     result = train(seed=3, loop={"max_steps": 5}).fit()
     summary = strict((result.run_dir / "summary.json").read_text())
     assert summary == strict(json.dumps(summary))
@@ -172,7 +172,7 @@ def test_an_incident_is_written_with_the_fields_of_its_schema(train):
     assert all(word in text for word in ("step 3", "finite", "loss = nan"))
 
 
-def test_only_so_many_incidents_are_kept_whole(train):
+def test_the_number_of_complete_incidents_is_limited(train):
     result = train(data=make_batches(8, bad=(1, 3, 5)), forensics={"max_incidents": 2}).fit()
     assert len(result.incidents) == 3
     assert sorted(p.name for p in (result.run_dir / "incidents").iterdir()) == ["step-000001", "step-000003"]
@@ -212,7 +212,7 @@ def test_tensorboard_shows_nan_as_it_is(train):
     assert events.Scalars("health/skipped")[-1].value == 1
 
 
-def test_plain_lines_without_control_codes_when_nobody_watches(train, capsys):
+def test_plain_lines_without_control_codes_when_there_is_no_terminal(train, capsys):
     result = train(logging={"console": "auto", "tensorboard": False}, loop={"log_every": 1}).fit()
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -269,7 +269,7 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("console", ["json", "plain"])
-def test_training_goes_on_when_nobody_reads_the_output(tmp_path, monkeypatch, console):
+def test_training_continues_when_the_output_pipe_is_closed(tmp_path, monkeypatch, console):
     monkeypatch.setattr(sys, "stdout", Closed())
     config = {"logging": {"console": console, "tensorboard": False}}
     trainer = SafeTrainer(
@@ -287,7 +287,7 @@ def test_names_that_the_output_cannot_show_are_spelt_out(tmp_path, monkeypatch):
     assert b"lauf-\\xe4\\u2192" in out.buffer.getvalue()
 
 
-def test_a_run_stays_together_when_the_working_directory_changes(tmp_path, monkeypatch):
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
 

@@ -143,7 +143,7 @@ def test_the_update_ratio_is_that_of_the_update():
     moved = math.sqrt(sum(float((a.detach() - b).square().sum()) for a, b in zip(weights, before, strict=True)))
     size = math.sqrt(sum(float(b.square().sum()) for b in before))
     assert ratio.read() == pytest.approx(moved / size, rel=0.1)
-    assert math.isnan(ratio.read())  # the same one is told once
+    assert math.isnan(ratio.read())  # the same one is reported once
     ratio.before_update()
     ratio.after_update()
     assert math.isnan(ratio.read())  # the next is not looked at yet

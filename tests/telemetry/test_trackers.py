@@ -1,4 +1,4 @@
-"""Trackers through accelerate: told the same as TensorBoard, and never silently left out."""
+"""Trackers through accelerate: they log the same as TensorBoard, and are never silently left out."""
 
 import importlib.util
 import math
@@ -32,14 +32,14 @@ def test_one_that_is_missing_is_an_error_that_says_what_to_install(tmp_path):
     assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
-def test_one_that_nobody_knows_is_a_mistake_in_the_config(tmp_path):
+def test_an_unknown_one_is_a_mistake_in_the_config(tmp_path):
     with pytest.raises(ConfigError, match="wandb"):
         trainer(tmp_path, "wnadb")
 
 
 @pytest.mark.skipif("wandb" in MISSING, reason="wandb is not installed")
 @pytest.mark.filterwarnings("ignore")  # of its own
-def test_wandb_is_told_everything(tmp_path, monkeypatch):
+def test_wandb_logs_everything(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     trainer(tmp_path, "wandb").fit()
@@ -48,7 +48,7 @@ def test_wandb_is_told_everything(tmp_path, monkeypatch):
 
 @pytest.mark.skipif("mlflow" in MISSING, reason="mlflow is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_is_told_everything(tmp_path):
+def test_mlflow_logs_everything(tmp_path):
     import mlflow
 
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")

@@ -74,7 +74,7 @@ def test_the_loss_in_deviations():
     assert steady.loss_z == math.inf
 
 
-def test_nan_is_a_number_like_any_other():
+def test_nan_is_logged():
     vitals = vitals_after(*(record(step) for step in range(20)), record(20, math.nan, "skip", grad_norm=math.nan))
     values = step_scalars(vitals.last, vitals)
     assert [tag for tag, value in values.items() if math.isnan(value)] == [
@@ -94,7 +94,7 @@ def test_health_comes_first():
     assert groups == ["health", "loss", "metric", "optim", "precision"]
 
 
-def test_hyperparameters_are_what_makes_a_training():
+def test_hyperparameters_are_the_sections_that_define_a_training():
     settings = {
         "name": "x",
         "seed": 3,

@@ -1,4 +1,4 @@
-"""The activations guard in a run, and all four that look inside together: one host read, the bits of a plain loop."""
+"""The activations guard in a run, alone and with the other guards that install hooks: one host read, the weights of a plain loop."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_a_healthy_step_reads_the_host_once(make_trainer, monkeypatch, precision
 
 
 @pytest.mark.parametrize("mode", ["replay", "always"])
-def test_with_all_of_them_on_the_weights_are_those_of_a_plain_loop(make_trainer, mode):
+def test_with_all_guards_on_the_weights_equal_a_plain_loop(make_trainer, mode):
     batches, states = make_batches(40), []
     for by_hand in (True, False):
         torch.manual_seed(1)
@@ -78,7 +78,7 @@ def test_hooks_are_removed_when_the_run_ends_in_an_exception(make_trainer):
     assert not [m for m in model.modules() if "forward" in vars(m)]
 
 
-def test_the_step_after_a_refusal_is_watched_and_a_limit_refuses(make_trainer):
+def test_activations_are_recorded_after_a_refusal_and_a_limit_refuses(make_trainer):
     watched = []
 
     class Watching(SafeTrainer):
@@ -94,7 +94,7 @@ def test_the_step_after_a_refusal_is_watched_and_a_limit_refuses(make_trainer):
     assert [(i.step, i.trigger.guard) for i in result.incidents] == [(4, "finite"), (6, "activations")]
 
 
-def test_a_compiled_model_is_watched_on_the_steps_that_are_due(make_trainer):
+def test_a_compiled_model_is_recorded_on_the_steps_that_are_due(make_trainer):
     seen = {}
 
     class Watching(SafeTrainer):

@@ -1,4 +1,4 @@
-"""Anomaly mode over a whole run: what it raises is a refused step, not the end of the run."""
+"""Anomaly mode over a whole run: an error that it raises is a refused step, not the end of the run."""
 
 import math
 
@@ -26,8 +26,8 @@ def marked(count, bad):
     return batches
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")  # torch tells the forward traceback as a warning
-def test_what_anomaly_mode_raises_is_a_refused_step_with_its_text(make_trainer):
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")  # torch reports the forward traceback as a warning
+def test_an_error_of_anomaly_mode_is_a_refused_step_with_its_message(make_trainer):
     seen = {}
 
     class Watching(SafeTrainer):
@@ -84,13 +84,13 @@ def test_other_exceptions_pass_through_unchanged(make_trainer):
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
-def test_under_the_fp16_loss_scaler_the_run_ends_with_what_to_do(make_trainer):
+def test_anomaly_mode_with_the_fp16_loss_scaler_is_an_error(make_trainer):
     config = {**ALWAYS, "loop": {"precision": "fp16"}}
     with pytest.raises(UsageError, match="mode=replay"):
         make_trainer(loss_fn=where_trap, train_data=marked(2, (0, 1)), config=config).fit()
 
 
-def test_a_healthy_run_has_the_bits_of_a_plain_one(make_trainer):
+def test_a_healthy_run_is_bit_identical_without_anomaly_mode(make_trainer):
     batches, states = make_batches(20), []
     for config in ({}, ALWAYS):
         torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_a_healthy_run_has_the_bits_of_a_plain_one(make_trainer):
     assert_same(*states)
 
 
-def test_on_replay_its_words_are_part_of_the_explanation(make_trainer):
+def test_its_message_on_replay_is_part_of_the_explanation(make_trainer):
     config = {"guards": {"anomaly": {}}, "recovery": {"heal": []}}
     result = make_trainer(loss_fn=where_trap, train_data=marked(8, (5,)), config=config).fit()
     (incident,) = result.incidents

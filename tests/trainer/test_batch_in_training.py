@@ -32,7 +32,7 @@ def test_the_guilty_samples_are_in_the_verdict(make_trainer):
 
 
 @pytest.mark.parametrize(("action", "steps"), [("drop", 3), ("skip", 2)])
-def test_dropping_goes_together_with_leaving_out_bad_micro_batches(make_trainer, action, steps):
+def test_dropping_samples_combines_with_dropping_micro_batches(make_trainer, action, steps):
     guards = {"batch": {"action": action}, "finite": {"drop_micro_batch": True}}
     config = {"loop": {"grad_accum": 2}, "guards": guards}
     result = make_trainer(train_data=make_batches(6, bad=(3,)), config=config).fit()
@@ -41,7 +41,7 @@ def test_dropping_goes_together_with_leaving_out_bad_micro_batches(make_trainer,
     assert "batch: field '0' holds 48 NaN in row 0, 1, 2, 3, 4, 5, 6, 7" in incident.decision.reasons
 
 
-def test_a_kept_view_keeps_no_batch(make_trainer):
+def test_a_stored_view_holds_no_batch(make_trainer):
     views = []
 
     class Keeping(SafeTrainer):
@@ -96,7 +96,7 @@ def test_the_class_dimension_is_seen_in_a_compiled_model_too(make_trainer, compi
     assert [(i.step, i.trigger.signal) for i in result.incidents] == [(2, "labels")]
 
 
-def test_masked_targets_do_no_harm(make_trainer):
+def test_nan_in_masked_targets_is_healthy(make_trainer):
     def loss_fn(model, batch):
         known = ~batch[1].isnan()
         return (model(batch[0])[known] - batch[1][known]).square().mean()

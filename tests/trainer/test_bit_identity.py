@@ -1,4 +1,4 @@
-"""Guards that do not fire leave the numbers exactly those of a hand-written loop."""
+"""Guards that do not fire leave the weights bit-identical to a hand-written loop."""
 
 import itertools
 
@@ -67,7 +67,7 @@ def test_weights_equal_a_hand_written_loop_after_200_steps(make_trainer, optimiz
     assert_same(*results)
 
 
-def test_data_sets_are_visited_as_a_function_of_seed_and_epoch(make_trainer):
+def test_guards_and_evaluation_do_not_change_the_order_of_the_data(make_trainer):
     """The same run with guards on, off, and with evaluation in between: equal bits."""
     inputs, targets = torch.randn(40, 6), torch.randn(40, 1)
     data = torch.utils.data.TensorDataset(inputs, targets)
@@ -83,7 +83,7 @@ def test_data_sets_are_visited_as_a_function_of_seed_and_epoch(make_trainer):
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam"])
-def test_sparse_gradients_with_rows_that_come_twice(make_trainer, optimizer):
+def test_sparse_gradients_with_duplicate_rows(make_trainer, optimizer):
     batches = [(torch.randint(10, (64,)), torch.randn(64, 3)) for _ in range(20)]
     weights = []
     for by_hand in (True, False):

@@ -36,7 +36,7 @@ def test_inductor_compiles_and_learns(make_trainer):
     assert result.steps == plain.steps
 
 
-def test_deterministic_algorithms_are_on_inside_and_off_again_after(make_trainer):
+def test_deterministic_algorithms_are_on_only_during_the_run(make_trainer):
     seen = []
 
     def loss_fn(model, batch):

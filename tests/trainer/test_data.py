@@ -1,4 +1,4 @@
-"""What can be trained on, and a clear word about what cannot."""
+"""What data and losses can be trained on, and clear errors for what cannot."""
 
 import dataclasses
 import os
@@ -46,13 +46,13 @@ def generate():
     ],
     ids=["loader", "dataset", "iterable dataset", "list", "re-iterable", "generator function"],
 )
-def test_every_kind_of_data_is_walked_epoch_after_epoch(make_trainer, data, steps_per_epoch):
+def test_every_kind_of_data_trains_for_several_epochs(make_trainer, data, steps_per_epoch):
     config = {"loop": {"max_epochs": 3}, "data": {"batch_size": 4}}
     result = make_trainer(train_data=data, config=config).fit()
     assert (result.steps, result.epochs) == (3 * steps_per_epoch, 3)
 
 
-def test_without_a_length_a_run_is_one_epoch(make_trainer):
+def test_without_max_steps_or_max_epochs_a_run_is_one_epoch(make_trainer):
     assert make_trainer(train_data=make_batches(7)).fit().steps == 7
 
 
@@ -152,21 +152,21 @@ def test_batches_of_any_nesting(make_trainer, batch, take):
         (lambda: iter([]), "the training data is empty"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_an_error_that_says_what_to_do(make_trainer, data, message):
+def test_unusable_data_is_an_error_with_a_fix(make_trainer, data, message):
     with pytest.raises(DataError, match=message) as error:
         make_trainer(train_data=data).fit()
     assert "To fix" in str(error.value)
 
 
-def test_a_one_shot_generator_is_used_once_and_then_said_to_be_one(make_trainer):
+def test_an_exhausted_one_shot_generator_is_an_error(make_trainer):
     assert make_trainer(train_data=generate()).fit().steps == 2
     trainer = make_trainer(train_data=generate(), config={"loop": {"max_steps": 5}})
-    with pytest.raises(DataError, match="one-shot iterator that ran out"):
+    with pytest.raises(DataError, match="one-shot iterator that was exhausted"):
         trainer.fit()
     assert trainer.run.result.steps == 2
 
 
-def test_a_dataset_without_length_says_what_to_define(make_trainer):
+def test_a_dataset_without_length_is_an_error(make_trainer):
     class NoLength(Dataset):
         def __getitem__(self, index):
             return INPUTS[index]
@@ -186,7 +186,7 @@ def test_a_dataset_without_length_says_what_to_define(make_trainer):
         (lambda m, b: torch.tensor(3), "torch.int64; it must be a floating-point"),
     ],
 )
-def test_what_is_not_a_loss_is_an_error_that_says_what_to_return(make_trainer, loss, message):
+def test_an_unusable_loss_is_an_error_with_a_fix(make_trainer, loss, message):
     with pytest.raises(LossError, match=message) as error:
         make_trainer(loss_fn=loss, train_data=make_batches(1)).fit()
     assert "To fix" in str(error.value)
@@ -197,7 +197,7 @@ def test_a_loss_of_one_element_is_a_scalar(make_trainer):
     assert result.healthy
 
 
-def test_a_loss_of_torch_can_be_used_as_it_is(make_trainer):
+def test_a_loss_module_of_torch_can_be_used_directly(make_trainer):
     assert make_trainer(loss_fn=nn.MSELoss(), train_data=make_batches(2)).fit().healthy
     with pytest.raises(LossError, match=r"batches of \(inputs, targets\)"):
         make_trainer(loss_fn=nn.MSELoss(), train_data=[{"x": INPUTS}]).fit()
@@ -213,7 +213,7 @@ def test_an_exception_of_the_users_own_code_passes_through_unchanged(make_traine
     assert trainer.run.result.status == "error"
 
 
-def test_workers_are_let_go_when_the_run_ends(make_trainer):
+def test_loader_workers_are_released_when_the_run_ends(make_trainer):
     config = {"data": {"batch_size": 4, "num_workers": 1}, "loop": {"max_steps": 2}}
     trainer = make_trainer(None, SafeTrainer, train_data=TensorDataset(INPUTS, TARGETS), config=config)
     trainer.fit()
@@ -249,7 +249,7 @@ def test_a_signal_to_the_process_group_saves_the_state(make_trainer):
 
 @pytest.mark.parametrize("data", [TensorDataset(INPUTS, TARGETS), Stream()])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_drop_last_holds_for_training_and_not_for_evaluation(make_trainer, data, shuffle):
+def test_drop_last_applies_to_training_and_not_to_evaluation(make_trainer, data, shuffle):
     sizes = {"training": [], "evaluation": []}
 
     class Counting(SafeTrainer):

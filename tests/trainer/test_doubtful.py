@@ -1,4 +1,4 @@
-"""A loss that is suspicious early in a run: a hard batch passes unnoticed, a learning rate that is too high does not."""
+"""A suspicious loss early in a run: a hard batch passes, a learning rate that is too high does not."""
 
 import torch
 from small import assert_same, make_batches, make_model, mse
@@ -10,7 +10,7 @@ def hard_in_between(count):
     return batches
 
 
-def test_a_hard_batch_passes_and_the_numbers_are_those_of_a_run_without_guards(make_trainer):
+def test_a_hard_batch_passes_and_changes_no_weight(make_trainer):
     batches = hard_in_between(15)
     states = []
     for guards in ({"clip": None}, None):
@@ -26,7 +26,7 @@ def test_a_hard_batch_passes_and_the_numbers_are_those_of_a_run_without_guards(m
     assert_same(*states)
 
 
-def test_a_learning_rate_that_makes_known_batches_worse_is_left_at_once(make_trainer):
+def test_a_learning_rate_that_worsens_known_batches_is_reduced_at_once(make_trainer):
     x = torch.randn(64, 6)
     batches = [(x, x.sum(1, keepdim=True))] * 60
     model = torch.nn.Linear(6, 1)

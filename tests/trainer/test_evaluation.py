@@ -1,4 +1,4 @@
-"""Evaluation leaves no trace in training; the average of the weights follows committed steps only."""
+"""Evaluation leaves no trace in training; the EMA follows committed steps only."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ def test_a_model_in_eval_mode_is_put_in_train_mode(make_trainer):
     assert model[1].num_batches_tracked == 2
 
 
-def test_submodules_frozen_in_eval_stay_so_also_after_evaluation(make_trainer):
+def test_submodules_in_eval_mode_stay_in_it_after_evaluation(make_trainer):
     model = FrozenNorm()
     modes = [module.training for module in model.modules()]
     config = {"loop": {"eval_every": 2}}
@@ -60,13 +60,13 @@ def test_evaluation_runs_in_eval_mode_without_gradients(make_trainer):
         ({"max_steps": 6}, [4, 6]),
     ],
 )
-def test_when_it_is_due(make_trainer, loop, at):
+def test_when_evaluation_is_due(make_trainer, loop, at):
     result = make_trainer(train_data=make_batches(4), eval_data=make_batches(1), config={"loop": loop}).fit()
     assert [evaluation["step"] for evaluation in result.evaluations] == at
 
 
 @pytest.mark.parametrize("every", [1, 3, 8])
-def test_it_is_due_at_the_same_committed_steps_however_late_numbers_are_read(make_trainer, every):
+def test_evaluation_is_due_at_the_same_committed_steps_with_deferred_reads(make_trainer, every):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     config = {"loop": {"host_read_every": every, "eval_every": 5, "max_epochs": 1}}
@@ -82,7 +82,7 @@ def test_it_is_due_at_the_same_committed_steps_however_late_numbers_are_read(mak
     assert at == [5, 10, 15, 20, 22]
 
 
-def test_metrics_are_means_over_samples_and_nan_is_never_left_out(make_trainer):
+def test_metrics_are_means_over_samples_including_nan(make_trainer):
     sizes = iter([1.0, 2.0, math.nan])
 
     class Scripted(SafeTrainer):
@@ -109,13 +109,13 @@ def test_nan_is_the_worst_value_never_the_best(make_trainer, mode, best):
     assert [math.isnan(e["score"]) for e in result.evaluations] == [True, False, False, True, False]
 
 
-def test_a_monitor_that_is_not_returned_says_which_are(make_trainer):
+def test_an_unknown_monitor_lists_the_returned_metrics(make_trainer):
     config = {"loop": {"monitor": "accuracy"}}
     with pytest.raises(UsageError, match="it returned loss"):
         make_trainer(train_data=make_batches(1), eval_data=make_batches(1), config=config).fit()
 
 
-def test_the_average_follows_committed_steps_and_holds_the_buffers(make_trainer):
+def test_the_ema_follows_committed_steps_and_holds_the_buffers(make_trainer):
     model = make_model(dropout=0.0)
     decay, expected = 0.8, {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -132,7 +132,7 @@ def test_the_average_follows_committed_steps_and_holds_the_buffers(make_trainer)
     assert_same(state["1.running_mean"], model.state_dict()["1.running_mean"])
 
 
-def test_evaluation_uses_the_average_and_gives_the_weights_back(make_trainer):
+def test_evaluation_uses_the_ema_and_restores_the_weights(make_trainer):
     model = make_model(dropout=0.0)
     weights = []
 
@@ -149,7 +149,7 @@ def test_evaluation_uses_the_average_and_gives_the_weights_back(make_trainer):
     assert not torch.equal(model[0].weight, weights[-1]["0.weight"])
 
 
-def test_a_scheduler_that_waits_for_a_plateau_is_given_the_metric(make_trainer):
+def test_a_plateau_schedule_is_stepped_with_the_metric(make_trainer):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.5)
@@ -195,7 +195,7 @@ def test_a_plateau_schedule_needs_evaluations(make_trainer):
         ({}, [(torch.zeros(0, 6), torch.zeros(0, 1))], "loss", "the evaluation data has no samples"),
     ],
 )
-def test_a_mistake_in_the_evaluation_loses_no_work(make_trainer, metrics, data, monitor, message):
+def test_an_error_in_the_evaluation_saves_a_checkpoint_first(make_trainer, metrics, data, monitor, message):
     class Mistaken(SafeTrainer):
         def evaluation_step(self, model, batch):
             return {"loss": mse(model, batch), **metrics}

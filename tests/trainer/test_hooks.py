@@ -1,4 +1,4 @@
-"""A subclass is wired as it reads, or it is an error when the class is made."""
+"""Hooks of a subclass are called, or the class cannot be created."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_every_hook_is_called(tmp_path):
         ("on_commited", "on_commit"),
     ],
 )
-def test_a_misspelt_hook_is_an_error_when_the_class_is_made(name, meant):
+def test_a_misspelt_hook_is_an_error_at_class_creation(name, meant):
     with pytest.raises(TypeError, match=rf"{name} would never be called: did you mean {meant}\?"):
         type("Mine", (SafeTrainer,), {name: lambda self, *_: None})
 
@@ -79,7 +79,7 @@ def test_a_misspelt_method_of_a_guard_is_an_error_too(name, meant):
 
 
 @pytest.mark.parametrize("name", ["on_forward", "learned", "judged"])
-def test_helpers_of_a_guard_are_left_alone(name):
+def test_other_methods_of_a_guard_are_allowed(name):
     own = {"judge": lambda self, view: Verdict(), "learn": lambda self, view, decision: None, name: lambda self, *_: 3}
     assert getattr(type("Mine", (Guard,), own), name)(None) == 3
 
@@ -89,7 +89,7 @@ def test_a_method_of_a_guard_with_the_wrong_parameters_is_an_error():
         type("Mine", (Guard,), {"judge": lambda self, view: Verdict(), "learn": lambda self, view: None})
 
 
-def test_helpers_of_ones_own_are_left_alone():
+def test_other_methods_of_a_subclass_are_allowed():
     cls = type("Mine", (SafeTrainer,), {"_training_steps": lambda self: 1, "penalty": lambda self: 2})
     assert cls.penalty(None) == 2
 
@@ -114,7 +114,7 @@ def test_a_subclass_of_a_subclass_is_checked_too():
         ({"model": nn.Linear(1, 1), "train_data": [], "guards": ["finite"]}, "guards must be Guard instances"),
     ],
 )  # fmt: skip
-def test_parts_that_cannot_work_are_errors_that_say_what_to_do(parts, message):
+def test_unusable_parts_are_errors_with_a_fix(parts, message):
     with pytest.raises(UsageError, match=message) as error:
         SafeTrainer(**parts)
     assert "To fix" in str(error.value) or "torch.optim.Optimizer" in message
@@ -126,7 +126,7 @@ def test_an_optimizer_that_calls_the_model_itself_is_refused():
         SafeTrainer(model, optimizer=torch.optim.LBFGS(model.parameters()), train_data=[])
 
 
-def test_a_run_needs_something_to_compute_the_loss_with(tmp_path):
+def test_a_run_without_a_loss_is_an_error(tmp_path):
     trainer = SafeTrainer(nn.Linear(6, 1), train_data=make_batches(1), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="nothing to compute the loss with"):
         trainer.fit()

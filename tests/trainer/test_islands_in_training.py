@@ -10,7 +10,7 @@ from safetrain.cli.main import run
 from safetrain.precision.islands import islands_of
 
 
-def test_named_modules_and_the_loss_are_float32_in_a_bf16_run_and_the_model_is_plain_after_it(make_trainer):
+def test_named_modules_and_the_loss_are_float32_in_a_bf16_run_and_hooks_are_removed(make_trainer):
     seen = {}
 
     def loss_fn(model, batch):
@@ -45,7 +45,7 @@ def test_evaluation_runs_with_the_islands_too(make_trainer):
     assert seen == {(True, torch.float32), (False, torch.float32)}
 
 
-def test_in_fp32_islands_change_no_bit(make_trainer):
+def test_islands_change_no_bit_in_fp32(make_trainer):
     batches, states = make_batches(20), []
     for guards in ({}, {"islands": {"modules": ["*"], "loss": True}}):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""A long run neither slows down nor grows: what is kept of its steps is bounded, or on disk."""
+"""A long run neither slows down nor grows: what is kept per step is bounded, or on disk."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ NUM_STEPS = 20_000
 
 
 @pytest.mark.slow
-def test_twenty_thousand_steps_keep_their_losses_and_nothing_else(tmp_path):
+def test_memory_does_not_grow_over_twenty_thousand_steps(tmp_path):
     """The losses are one array, part of the result: eight bytes for each step, and no object."""
     counts, blocks = [], []
 
@@ -48,12 +48,12 @@ def test_twenty_thousand_steps_keep_their_losses_and_nothing_else(tmp_path):
     # The first tenth fills windows and snapshots; later ones only end at other moments of the 50 steps between two of them.
     assert max(counts[2:]) - min(counts[2:]) < 2000
     assert max(blocks[2:]) - min(blocks[2:]) < 4000  # of memory; a single float kept of each step would be 14,000
-    assert trainer.run._losses.itemsize * len(trainer.run._losses) == 8 * NUM_STEPS
+    assert trainer.run.losses.itemsize * len(trainer.run.losses) == 8 * NUM_STEPS
     with open(tmp_path / "run" / "journal.jsonl") as journal:
         assert sum(json.loads(line)["event"] == "step" for line in journal) == NUM_STEPS
 
 
-def test_a_step_of_a_later_epoch_makes_as_many_calls_as_one_of_the_second(tmp_path):
+def test_late_steps_make_no_more_calls_than_early_ones(tmp_path):
     """Counted, not timed: calls of Python functions inside a step."""
     calls = []
 

@@ -1,4 +1,4 @@
-"""fp32, bf16 and fp16: what is asked for is in effect, and the loss scaler's overflows are normal until they are not."""
+"""fp32, bf16 and fp16: the configured precision is used, and overflows of the loss scaler are normal up to a limit."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from small import make_batches, make_model, mse
 from torch import nn
 
-from safetrain import SafeTrainer, TrainingStopped, UsageError
+from safetrain import TrainingStopped, UsageError
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_scaler_overflow_is_counted_and_no_incident(make_trainer):
     assert result.skipped == result.overflows
     assert result.incidents == []
     assert result.healthy
-    assert trainer.engine._scaler.get_scale() == 65536 * 0.5**result.overflows
+    assert trainer.precision._scaler.get_scale() == 65536 * 0.5**result.overflows
 
 
-def test_an_overflowed_step_moves_nothing_but_the_scale(make_trainer):
+def test_an_overflowed_step_changes_only_the_loss_scale(make_trainer):
     model = make_model()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = {"loop": {"precision": "fp16"}}
@@ -83,7 +83,7 @@ def test_a_device_that_is_not_there_is_an_error_at_the_start(make_trainer):
         make_trainer(train_data=make_batches(1), config={"loop": {"device": "cuda"}})
 
 
-def test_a_launcher_that_asks_for_another_precision_is_an_error(make_trainer, monkeypatch):
+def test_another_precision_of_the_launcher_is_an_error(make_trainer, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UsageError, match="launched with mixed precision fp16"):
         make_trainer(train_data=make_batches(1))
@@ -122,12 +122,9 @@ def test_loss_that_is_nan_in_fp16_is_an_incident_at_once(make_trainer):
         def forward(self, x):
             return self.fc(x) * 1e5  # more than fp16 can hold
 
-    class Watching(SafeTrainer):
-        pass
-
     config = {"loop": {"precision": "fp16"}, "recovery": {"max_refusals": 0}}
     with pytest.raises(TrainingStopped) as stopped:
-        make_trainer(Overflowing(), Watching, train_data=make_batches(2), config=config).fit()
+        make_trainer(Overflowing(), train_data=make_batches(2), config=config).fit()
     assert stopped.value.incident.trigger.signal == "loss"
     assert not math.isfinite(stopped.value.incident.trigger.value)
 
@@ -145,7 +142,7 @@ class TwoParts(nn.Module):
         return self.other(x) + (self.moved(x) if self.calls != 3 else 0.0)
 
 
-def test_the_scaler_takes_in_trainable_parameters_that_no_optimizer_moves(make_trainer):
+def test_the_scaler_unscales_trainable_parameters_without_an_optimizer(make_trainer):
     norms = {}
     for precision in ("fp32", "fp16"):
         torch.manual_seed(1)

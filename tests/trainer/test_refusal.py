@@ -1,4 +1,4 @@
-"""A refused step is as if it had never happened."""
+"""A refused step leaves no trace."""
 
 import copy
 import json
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from records import journal
 from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
@@ -83,7 +84,7 @@ def test_modes_and_replaced_buffers_are_restored(make_trainer):
     assert all(m.training for m in trainer.model.modules())
 
 
-def test_the_random_stream_goes_on_and_a_replay_can_use_the_kept_state(make_trainer):
+def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make_trainer):
     model = make_model(dropout=0.5)
     masks = []
 
@@ -120,7 +121,7 @@ def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
     assert make_trainer(model, train_data=make_batches(5)).fit().healthy
 
 
-def test_a_buffer_that_turns_bad_while_loss_and_gradient_are_fine_is_refused(make_trainer):
+def test_a_non_finite_buffer_is_refused_even_if_loss_and_gradient_are_finite(make_trainer):
     class Clamp(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,15 +143,11 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
         out = model(batch[0])
         return out.mean() + (out - out.detach()).abs().sqrt().sum()  # sqrt'(0) is infinite
 
-    result_of_stop = None
-    try:
+    with pytest.raises(TrainingStopped) as stopped:
         make_trainer(loss_fn=loss_fn, train_data=make_batches(30)).fit()
-    except TrainingStopped as stopped:
-        result_of_stop = stopped
-    assert result_of_stop is not None
-    assert result_of_stop.result.steps == 0
-    assert result_of_stop.incident.trigger.signal == "grad_norm"
-    assert all(math.isfinite(loss) for loss in result_of_stop.result.losses)
+    assert stopped.value.result.steps == 0
+    assert stopped.value.incident.trigger.signal == "grad_norm"
+    assert all(math.isfinite(loss) for loss in stopped.value.result.losses)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_a_finite_loss_with_a_bad_gradient_is_refused(make_trainer):
     ],
 )
 def test_repeated_refusals_escalate(make_trainer, finite, bad):
-    """To a look at the last good batch, which tells bad data from a bad state."""
+    """To a replay of the last good batch, which distinguishes bad data from a bad state."""
     for state_is_bad in (False, True):
         model = make_model()
 
@@ -192,7 +189,7 @@ def test_the_budget_bounds_refusals_over_the_run(make_trainer, budget):
     assert stopped.value.incident.trigger.guard == "finite"
 
 
-def test_a_parameter_that_turns_bad_is_named_and_the_run_goes_back(make_trainer):
+def test_a_parameter_that_becomes_nan_is_named_and_rolled_back(make_trainer):
     class Spoiling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 3:
@@ -265,8 +262,7 @@ def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_tr
     expected = [0.1] * 3 + [0.1 * 0.5 * growth**n for n in range(2)] + [0.1] * 4
     assert used == pytest.approx(expected)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    journal = [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
-    steps = [line for line in journal if line["event"] == "step"]
+    steps = [line for line in journal(result) if line["event"] == "step"]
     assert [line["lr"] for line in steps if line["action"] == "commit"] == pytest.approx(expected)
     assert "learning rate scaled by 0.5" in " ".join(steps[4]["reasons"])
 
@@ -292,7 +288,7 @@ class Unpicklable:
         raise RuntimeError("not to be pickled")
 
 
-def test_a_batch_that_cannot_be_written_does_not_end_the_run(make_trainer):
+def test_a_batch_that_cannot_be_pickled_does_not_end_the_run(make_trainer):
     batches = [Unpicklable(x, y) for x, y in make_batches(4, bad=(1,))]
     config = {"recovery": {"ladder": ["skip"]}}
     trainer = make_trainer(loss_fn=lambda m, b: F.mse_loss(m(b.x), b.y), train_data=batches, config=config)
@@ -311,28 +307,28 @@ def broken_array(model, batch):
 
 
 @pytest.mark.parametrize("loss_fn", [broken_list, broken_array])
-def test_a_mistake_in_the_program_is_no_incident(make_trainer, loss_fn):
+def test_an_index_error_of_plain_python_is_no_incident(make_trainer, loss_fn):
     trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(3))
     with pytest.raises(IndexError):
         trainer.fit()
     assert trainer.run.result.incidents == []
 
 
-def test_an_index_beyond_a_table_is_an_incident(make_trainer):
+def test_an_index_outside_an_embedding_is_an_incident(make_trainer):
     model = nn.Sequential(nn.Embedding(4, 1), nn.Flatten())
     batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
     result = make_trainer(model, train_data=batches).fit()
     assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
 
 
-def test_a_loss_that_trains_nothing_is_an_error(make_trainer):
+def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_an_error(make_trainer):
     other = make_model()
     trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
     with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
         trainer.fit()
 
 
-def test_a_backward_in_the_training_step_is_an_error(make_trainer):
+def test_backward_in_the_training_step_is_an_error(make_trainer):
     def loss_fn(model, batch):
         loss = mse(model, batch)
         loss.backward(retain_graph=True)

@@ -19,7 +19,7 @@ class Collapsing(nn.Module):
 
 
 @pytest.mark.parametrize("compile_with", [False, "aot_eager"])
-def test_the_same_output_for_every_sample_is_noticed_and_left(make_trainer, compile_with):
+def test_the_same_output_for_every_sample_is_rolled_back(make_trainer, compile_with):
     class Breaking(SafeTrainer):
         def on_commit(self, view):
             self.model.collapsed = 60 <= view.step < 130
@@ -34,14 +34,14 @@ def test_the_same_output_for_every_sample_is_noticed_and_left(make_trainer, comp
     assert result.status == "done"
 
 
-def test_outputs_that_differ_and_batches_of_one_raise_no_alarm(make_trainer):
+def test_differing_outputs_and_batches_of_one_are_healthy(make_trainer):
     for size in (1, 8):
         config = {"guards": {"stall": {"outputs_every": 1}}}
         model = nn.Linear(6, 1)
         assert make_trainer(model, loss_fn=mse, train_data=make_batches(30, size=size), config=config).fit().healthy
 
 
-def test_a_hook_is_on_the_model_only_while_its_output_is_looked_at(make_trainer):
+def test_the_output_hook_is_on_the_model_only_on_due_steps(make_trainer):
     seen = {}
 
     class Looking(SafeTrainer):
@@ -56,7 +56,7 @@ def test_a_hook_is_on_the_model_only_while_its_output_is_looked_at(make_trainer)
     assert not model._forward_hooks
 
 
-def test_a_small_network_at_a_learning_rate_of_1_is_saved(make_trainer):
+def test_a_small_network_recovers_from_a_learning_rate_of_1(make_trainer):
     """Unguarded, SGD throws it to losses beyond 1e20 within a few steps."""
     x = torch.randn(64, 6)
     batches = [(x, x.sum(1, keepdim=True))] * 400

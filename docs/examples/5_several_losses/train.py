@@ -1,6 +1,6 @@
 """Several losses in one, each watched on its own: an incident then says which of them went wrong.
 
-What a step returns beside `loss` reaches every guard as `view.metrics`, in the same transfer as the loss.
+What a step returns in addition to `loss` reaches every guard as `view.metrics`, in the same transfer as the loss.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The rules, one file per family. Importing this package fills the table."""
+"""The rules, one file per family. Importing this package registers them."""
 
 from . import comparisons, division, domains, exponentials, logarithms, losses, masks, precision, training_loop
 

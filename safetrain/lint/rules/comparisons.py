@@ -1,4 +1,4 @@
-"""ST6xx: checks that never fire."""
+"""ST6xx: comparisons that are always False."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..value import Value
     "ST601",
     "comparison with NaN",
     on=("eq", "ne"),
-    why="NaN is equal to nothing, itself included: the check is always False (!= always True), and the NaN it looks for passes.",
+    why="NaN is equal to nothing, itself included: the comparison is always False (!= always True), and the NaN is never detected.",
     safe="torch.isnan(x).any(), or torch.isfinite(x).all() to catch inf as well.",
     bad="""
         def is_bad(loss):

@@ -13,7 +13,7 @@ from .evidence import guarded, is_bare_exp, is_exp_sum, is_square_sum, needs_gra
     "ST201",
     "division by a value that can be 0",
     on=("div", "reciprocal"),
-    why="x / 0 is inf and 0 / 0 is NaN: an empty mask, a padded row, a constant feature is enough.",
+    why="x / 0 is inf and 0 / 0 is NaN: an empty mask, a padded row or a constant feature is enough.",
     safe="safetrain.safe.div(a, b), or b.clamp(min=eps); for a norm safetrain.safe.normalize, for a masked mean safetrain.safe.masked_mean.",
     bad="""
         def masked_mean(x, mask):
@@ -43,7 +43,7 @@ def division_by_zero(value: Value, context: Context) -> str | None:
     "ST202",
     "square root of a sum of squares or a variance",
     on=("sqrt", "rsqrt", "pow"),
-    why="The derivative of sqrt at 0 is infinite: with all terms 0 the gradient is inf * 0 = NaN, although the forward is a harmless 0.",
+    why="The derivative of sqrt at 0 is infinite: with all terms 0 the gradient is inf * 0 = NaN, although the forward pass gives 0.",
     safe="safetrain.safe.norm(x) or torch.linalg.vector_norm(x) (gradient 0 at 0), safetrain.safe.std(x), or an eps inside: sqrt(s + eps).",
     bad="""
         def distance(a, b):
@@ -72,7 +72,7 @@ def root_of_square_sum(value: Value, context: Context) -> str | None:
     "ST203",
     "fractional or negative power of a value that can be 0",
     on=("pow", "sqrt", "rsqrt"),
-    why="Below the exponent 1 the derivative at 0 is infinite, with a negative one so is the value.",
+    why="With an exponent below 1 the derivative at 0 is infinite; with a negative one the value is, too.",
     safe="safetrain.safe.pow(x, p) or safetrain.safe.sqrt(x), or x.clamp(min=eps) ** p.",
     bad="""
         import torch
@@ -125,7 +125,7 @@ def mean_of_selection(value: Value, context: Context) -> str | None:
     source = value.args[0]
     dim = value.arg(1, "dim")
     if dim is not None and dim.constant != 0:
-        return None  # over the features of the selected rows: none selected, nothing computed
+        return None  # over the features of the selected rows: without rows there is nothing to divide
     if source.op != "boolean_index" or source.names & context.tested or context.no_grad or not source.grad:
         return None
     return f"{value.op} of the elements a mask selects, which can be none"

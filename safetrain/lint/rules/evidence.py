@@ -1,4 +1,4 @@
-"""Questions that several rules ask about a value."""
+"""Predicates that several rules share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..value import Value
 
 
 def guarded(value: Value, context: Context) -> bool:
-    """Whether something was done about its zeros: replaced, or looked at by a condition before."""
+    """Whether its zeros are handled: replaced, or checked by a condition before."""
     return value.sanitised or bool(value.names & context.tested)
 
 
@@ -31,7 +31,7 @@ def in_half(value: Value, context: Context, types: tuple[str, ...] = ("half",)) 
 
 
 def is_square_sum(value: Value) -> bool:
-    """A sum or mean of squares, of absolute values to a power, a variance: 0 exactly where its root has no slope."""
+    """A sum or mean of squares, of absolute values to a power, a variance: 0 exactly where the derivative of its root is infinite."""
     if value.op == "var":
         return True
     if value.op in ("sum", "mean", "nanmean", "cumsum") and value.args:

@@ -118,11 +118,11 @@ def exp_of_log_scale(value: Value, context: Context) -> str | None:
     if context.no_grad:
         return None
     name = next((name for name in sorted(_own_names(source)) if LOG_SCALE.search(name.rpartition(".")[2])), None)
-    # A parameter of its own moves slowly; the output of a network follows its input.
+    # A parameter changes slowly; the output of a network changes with its input.
     return f"exp of {name}, which nothing bounds" if name and not name.startswith("self.") else None
 
 
 def _own_names(value: Value) -> set[str]:
-    """The name it has here, not those of what it was computed from."""
+    """The name in this expression, not those it was computed from."""
     name = dotted_name(value.node) if value.node is not None else ""
     return {name} if name else set()

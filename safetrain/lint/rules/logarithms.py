@@ -1,4 +1,4 @@
-"""ST1xx: logarithms of what can be 0."""
+"""ST1xx: logarithms of values that can be 0."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def log_of_zero(value: Value, context: Context) -> str | None:
     if not source.zero or guarded(source, context) or is_exp_sum(source) or log_of_probability(value, context):
         return None
     if source.op in ("mean", "nanmean") or (source.op == "sum" and source.low < 0):
-        return None  # of unknown sign: likely positive by meaning, such as a mean of likelihoods
+        return None  # of unknown sign: most likely positive, such as a mean of likelihoods
     return f"{value.op} of a value that can be 0: {source.zero}"

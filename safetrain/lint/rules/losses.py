@@ -1,4 +1,4 @@
-"""ST45x: losses given something else than they expect."""
+"""ST45x: losses called with probabilities instead of logits, or the reverse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..value import Value
     "ST451",
     "binary cross-entropy of a sigmoid output",
     on=("binary_cross_entropy",),
-    why="The sigmoid rounds to exactly 0 or 1, where the log is cut off at -100 and the gradient is lost; autocast refuses it altogether.",
+    why="The sigmoid rounds to exactly 0 or 1, where the log is cut off at -100 and the gradient is lost; under autocast it raises an error.",
     safe="F.binary_cross_entropy_with_logits(logits, target), nn.BCEWithLogitsLoss, or safetrain.safe.bce.",
     bad="""
         import torch
@@ -39,7 +39,7 @@ EXPECTS_LOGITS = {"cross_entropy", "binary_cross_entropy_with_logits"}
     "ST452",
     "probabilities given to a loss that expects logits or log-probabilities",
     on=("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss", "kl_div"),
-    why="The loss applies its own (log-)softmax or sigmoid: applied twice it saturates and the gradients vanish; without the log it is no likelihood.",
+    why="The loss applies its own (log-)softmax or sigmoid: applied twice it saturates and the gradients vanish; without the log it is not a likelihood.",
     safe="Pass the raw logits to cross_entropy and binary_cross_entropy_with_logits, and F.log_softmax to nll_loss and kl_div.",
     bad="""
         import torch

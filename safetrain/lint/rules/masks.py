@@ -1,4 +1,4 @@
-"""ST4xx: bad values masked too late, and masks that are bad values themselves."""
+"""ST4xx: bad values masked too late, and masks that introduce bad values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NAMES = {"div": "a division", "pow": "a power", "sqrt": "a square root", "recipr
 
 
 def hidden(branch: Value, condition: Value, context: Context) -> Value | None:
-    """The operation in `branch` whose bad inputs `condition` is there to hide: it is about the same names."""
+    """The operation in `branch` whose bad results `condition` masks, judged by the names that both use."""
     for operation in branch.unsafe:
         operand = singular_operand(operation)
         if operand is None or operand.names & context.tested:
             continue
-        if _about(condition) & (operand.spelling | branch.labels):
+        if _condition_names(condition) & (operand.spelling | branch.labels):
             return operation
     return None
 
 
 def _masked_at_once(branch: Value, condition: Value, context: Context) -> Value | None:
-    """where(mask, log(x), 0): nothing is known of the mask, but it stands directly over an operation that can go wrong."""
+    """where(mask, log(x), 0): the mask is unknown, but it is applied directly to an operation with a singularity."""
     operation = branch.unsafe[-1] if branch.unsafe and branch.unsafe[-1].node is branch.node else None
     operand = singular_operand(operation) if operation is not None else None
     if operand is None or condition.op not in ("mask", "name") or operand.op not in ("name", "call", "element"):
@@ -34,10 +34,10 @@ def _masked_at_once(branch: Value, condition: Value, context: Context) -> Value 
     return None if operand.names & context.tested else operation
 
 
-def _about(condition: Value) -> frozenset[str]:
-    """Names a condition is written with; of a combination of conditions, those of each."""
+def _condition_names(condition: Value) -> frozenset[str]:
+    """The names in a condition, or in each part of a combined one."""
     if condition.op in ("logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf"):
-        return condition.surface.union(*(_about(arg) for arg in condition.args))
+        return condition.surface.union(*(_condition_names(arg) for arg in condition.args))
     return condition.surface
 
 
@@ -49,7 +49,7 @@ def _named(operation: Value) -> str:
     "ST401",
     "where or masked_fill over an unsafe branch",
     on=("where", "masked_fill"),
-    why="Both branches are computed and differentiated: the gradient of the one not taken is 0 * inf = NaN.",
+    why="Both branches are computed and differentiated: the gradient of the branch not taken is 0 * inf = NaN.",
     safe="Make the input safe, not the output: x_ok = where(ok, x, 1); where(ok, log(x_ok), 0). Or safetrain.safe.log / div / sqrt.",
     bad="""
         import torch
@@ -74,7 +74,7 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
             (hidden(branch, condition, context) or _masked_at_once(branch, condition, context)) if branch.grad else None
         )
         if what:
-            return f"{value.op} hides {_named(what)} in the forward only; the gradient is NaN where it is hidden"
+            return f"{value.op} hides {_named(what)} in the forward pass only; the gradient is NaN where it is masked"
     return None
 
 
@@ -111,7 +111,7 @@ def select_after_unsafe(value: Value, context: Context) -> str | None:
     "ST403",
     "nan_to_num or nanmean on a loss or after an unsafe operation",
     on=("nan_to_num", "nanmean", "nansum"),
-    why="It changes the number shown, not the gradient behind it: the NaN goes into the weights unseen.",
+    why="It changes the value, not the gradient: the NaN reaches the weights unnoticed.",
     safe="Remove the cause instead: safetrain.safe.log / div / sqrt before, or let safetrain skip the step and name the operation.",
     bad="""
         import torch
@@ -132,12 +132,12 @@ def hides_nan(value: Value, context: Context) -> str | None:
         return f"{value.op} after {_named(source.unsafe[-1])}: the gradient stays NaN"
     if value.op in ("nanmean", "nansum") and source.op in ("square", "abs", "sub"):
         return f"{value.op} over errors: the gradient of each NaN it leaves out is 0 * NaN = NaN"
-    if any("loss" in name.lower() for name in _spelt(source)):
-        return f"{value.op} on a loss hides that it is NaN, its gradient stays so"
+    if any("loss" in name.lower() for name in _names_in(source)):
+        return f"{value.op} on a loss hides that it is NaN; the gradient stays NaN"
     return None
 
 
-def _spelt(value: Value) -> set[str]:
+def _names_in(value: Value) -> set[str]:
     return (
         {
             node.id if isinstance(node, ast.Name) else node.attr
@@ -153,7 +153,7 @@ def _spelt(value: Value) -> set[str]:
     "ST404",
     "mask constant that does not fit in half precision",
     on=("masked_fill", "where", "mul", "full"),
-    why="fp16 ends at 65504: -1e9 becomes -inf or raises, and a row of nothing but -inf is NaN after softmax.",
+    why="fp16 ends at 65504: -1e9 becomes -inf or raises, and a row of only -inf is NaN after softmax.",
     safe="torch.finfo(scores.dtype).min, scores.float() before, or safetrain.safe.softmax(scores, mask=mask).",
     bad="""
         def mask_scores(scores, mask):

@@ -1,4 +1,4 @@
-"""ST5xx: what half precision takes away."""
+"""ST5xx: overflow and rounding in half precision."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def loss_under_autocast(value: Value, context: Context) -> str | None:
     if value.op == "call" and not (CRITERION.search(value.ref.rpartition(".")[2]) and len(given) > 1):
         return None
     if not given or given[0].dtype == "float" or given[0].host or MODEL.search(" ".join(given[0].labels)):
-        return None  # of `loss_fn(model, batch)` the model is no logits
+        return None  # in `loss_fn(model, batch)` the first argument is not logits
     return "loss under autocast of logits that were not converted with .float()"
 
 
 def _positional(value: Value) -> tuple[Value, ...]:
-    """The arguments without the object whose method it is."""
+    """The arguments without the object of a method."""
     num_written = len(value.node.args) if isinstance(value.node, ast.Call) else len(value.args)
     return value.args[len(value.args) - num_written :] if value.op == "call" else value.args
 
@@ -81,8 +81,8 @@ def _callees(value: Value) -> list[str]:
     "ST502",
     "eps that is 0 in half precision",
     on=("log", "log2", "log10", "div", "sqrt", "rsqrt", "reciprocal", "pow"),
-    why="fp16's smallest number is 6e-8: 1e-8 and 1e-12 round to 0, and the guard is gone.",
-    safe="x.float() before, an eps of at least 1e-6 (1e-4 under a division), or safetrain.safe.log / div, which know the type.",
+    why="fp16's smallest number is 6e-8: 1e-8 and 1e-12 round to 0 and have no effect.",
+    safe="x.float() before, an eps of at least 1e-6 (1e-4 under a division), or safetrain.safe.log / div, which adapt to the dtype.",
     bad="""
         import torch
 
@@ -106,7 +106,7 @@ def eps_vanishes(value: Value, context: Context) -> str | None:
     tiny = next(
         (guard.constant for guard in guards if guard.constant and 0 < guard.constant < HALF_ROUNDS_TO_ZERO), None
     )
-    return f"the eps {tiny:g} is 0 in half precision, so nothing guards this {value.op}" if tiny else None
+    return f"the eps {tiny:g} is 0 in half precision, so it does not protect this {value.op}" if tiny else None
 
 
 @value_rule(

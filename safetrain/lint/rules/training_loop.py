@@ -1,4 +1,4 @@
-"""ST7xx: the order of the calls in a training step."""
+"""ST7xx: the order of calls in a training step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _first(events: list[Event], *kinds: str) -> int | None:
 @routine_rule(
     "ST701",
     "gradient clipping before backward",
-    why="Before backward() there are no gradients of this step: nothing is clipped, and the full gradient goes into the weights.",
+    why="Before backward() there are no gradients of this step yet: the optimizer steps with the unclipped gradient.",
     safe="loss.backward(); clip_grad_norm_(model.parameters(), 1.0); optimizer.step().",
     bad="""
         from torch.nn.utils import clip_grad_norm_
@@ -60,7 +60,7 @@ def clip_before_backward(routine: Routine) -> Problems:
 @routine_rule(
     "ST702",
     "gradient clipping before scaler.unscale_",
-    why="The gradients are still multiplied by the loss scale (65536 at the start): the clip cuts them to almost nothing.",
+    why="The gradients are still multiplied by the loss scale (65536 at the start): clipping reduces them to almost nothing.",
     safe="scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(…); scaler.step(optimizer); scaler.update().",
     bad="""
         from torch.nn.utils import clip_grad_norm_
@@ -101,7 +101,7 @@ def clip_before_unscale(routine: Routine) -> Problems:
 
 
 def _other_branch(clip: Event, events: list[Event]) -> bool:
-    """The clip of an `else` whose `if` is the scaled case."""
+    """Whether the clip is in the `else` of an `if` that handles the scaled case."""
     alternatives = {node for kind, node in clip.blocks if kind == "else"}
     return any(event.scaled and ("if", node) in event.blocks for event in events for node in alternatives)
 
@@ -109,7 +109,7 @@ def _other_branch(clip: Event, events: list[Event]) -> bool:
 @routine_rule(
     "ST703",
     "zero_grad missing",
-    why="backward() adds to the gradients that are there: without zero_grad they grow with every step until the weights diverge.",
+    why="backward() adds to the existing gradients: without zero_grad they grow with every step until the weights diverge.",
     safe="optimizer.zero_grad() once per optimizer step, before backward() or after step().",
     bad="""
         def train(model, data, optimizer):
@@ -135,7 +135,7 @@ def zero_grad_missing(routine: Routine) -> Problems:
     if any(build.loops == steps[0].loops for build in routine.of("build")):
         return  # a new optimizer each time: a single step
     if not looped and (routine.name == "<module>" or backwards[0].loss.op in ("name", "unknown")):
-        return  # part of a step: whoever computed the loss may clear the gradients
+        return  # part of a step: the caller may clear the gradients
     yield backwards[0], "gradients are never set to zero between steps"
 
 
@@ -155,7 +155,7 @@ def _clears_elsewhere(routine: Routine) -> bool:
 @routine_rule(
     "ST704",
     "gradient accumulation without dividing the loss",
-    why="The accumulated gradient is the sum over the micro-batches, n times as large as intended: so is the step, and training diverges.",
+    why="The accumulated gradient is the sum over the micro-batches, n times as large as intended; so is the step, and training diverges.",
     safe="(loss / accumulation_steps).backward().",
     bad="""
         def train(model, data, optimizer, accumulation_steps):
@@ -192,7 +192,10 @@ def accumulation_without_division(routine: Routine) -> Problems:
             ):
                 continue
             if not _is_scaled_down(backward.loss) and not _divides_gradients(routine):
-                yield backward, "the loss is accumulated over several batches and not divided by their number"
+                yield (
+                    backward,
+                    "gradients are accumulated over several batches, and the loss is not divided by their number",
+                )
                 return
 
 
@@ -215,7 +218,7 @@ def _divides_gradients(routine: Routine) -> bool:
 @routine_rule(
     "ST705",
     "optimizer.step before backward",
-    why="The step uses the gradients of the batch before (or none): the update and the loss it was meant for are out of step.",
+    why="The step uses the gradients of the previous batch (or none), not those of this loss.",
     safe="zero_grad(), forward, backward(), clip, step(), in this order.",
     bad="""
         def step(model, loss, optimizer):
@@ -242,7 +245,7 @@ def step_before_backward(routine: Routine) -> Problems:
 @routine_rule(
     "ST706",
     "zero_grad between backward and step",
-    why="The gradients are wiped before they are used: the weights move by momentum and weight decay alone.",
+    why="The gradients are cleared before they are used: the weights change by momentum and weight decay only.",
     safe="zero_grad() before backward() or after step().",
     bad="""
         def step(model, loss, optimizer):
@@ -270,7 +273,7 @@ def zero_grad_before_step(routine: Routine) -> Problems:
 @routine_rule(
     "ST707",
     "optimizer.step with scaled gradients",
-    why="The gradients are multiplied by the loss scale (65536 at the start): so is the step, and the weights explode.",
+    why="The gradients are multiplied by the loss scale (65536 at the start); so is the step, and the weights explode.",
     safe="scaler.step(optimizer); scaler.update(), which unscale and skip a step that overflowed.",
     bad="""
         def step(model, loss, optimizer, scaler):

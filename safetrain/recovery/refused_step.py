@@ -1,17 +1,16 @@
-"""What the ladder is told about a refused step, and what it answers."""
+"""A refused step, as recovery sees it, and what was done about it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ..core.history import Recent
 from ..core.incident import Incident
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
-from ..distributed.agreement import Share
+from ..distributed.agreement import LocalBlame
 from ..forensics import Diagnosis
 from ..forensics.samples_of import select
 from ..forensics.substitutes import Patch
@@ -35,7 +34,7 @@ DATA_CAUSES = {
 
 
 @dataclass
-class Case:
+class RefusedStep:
     """A refused step. The trainer has already put everything back to where it was before it."""
 
     view: StepView
@@ -48,12 +47,18 @@ class Case:
     """The step lies some steps back (`loop.host_read_every`), so it cannot be tried again."""
     is_step: bool = True
     """False: the state was found to be wrong between two steps."""
+    num_committed: int = 0
+    """Steps that the weights have in them."""
+    may_restart: bool = False
+    """Training may be started again from the beginning."""
     nothing_learned: bool = False
     """No committed step had a lower loss than the first one."""
     diagnosis: Diagnosis | None = None
     """What the investigation found; None if there was none."""
-    share: Share | None = None
+    local_blame: LocalBlame | None = None
     """With several processes: what it means for the window of this one."""
+    committed: tuple[StepView, Decision] | None = None
+    """Of the repaired step, once it was committed."""
 
     @property
     def guilty_micro_batch(self) -> int:
@@ -63,27 +68,29 @@ class Case:
     def guilty_samples(self) -> dict[int, list[int]]:
         """What shows bad data, or was found to be guilty, by micro-batch. None where most of a batch would be: then it is the
         computation that is wrong."""
-        if self.share is not None:
-            return self.share.guilty
+        if self.local_blame is not None:
+            return self.local_blame.guilty
         found: dict[int, set[int]] = {self.guilty_micro_batch: set(self.incident.samples)}
         if 2 * len(self.incident.samples) > num_samples(self.window[self.guilty_micro_batch]):
             found.clear()
         for verdict in self.decision.verdicts.values():
-            for index, rows in verdict.evidence.get("rows", {}).items():
+            for index, rows in verdict.bad_samples.items():
                 found.setdefault(index, set()).update(rows)
         return {index: sorted(samples) for index, samples in found.items()}
 
     @property
     def may_drop_samples(self) -> bool:
         """Samples are known to be guilty, and they are not most of a batch: then it is the computation that is wrong."""
-        if self.share is not None:
-            return self.share.all_can_drop
+        if self.local_blame is not None:
+            return self.local_blame.all_can_drop
         samples = self.incident.samples
         return bool(samples) and 2 * len(samples) <= num_samples(self.window[self.guilty_micro_batch])
 
     def without_guilty_samples(self) -> list[Any]:
         """The window, on this rank, without the samples that a replay has shown to be guilty."""
-        guilty = {self.guilty_micro_batch: self.incident.samples} if self.share is None else self.share.droppable
+        guilty = (
+            {self.guilty_micro_batch: self.incident.samples} if self.local_blame is None else self.local_blame.droppable
+        )
         window = list(self.window)
         for index, samples in guilty.items():
             size = num_samples(window[index])
@@ -112,26 +119,26 @@ class Case:
 
     @property
     def has_bad_state(self) -> bool:
-        return any("bad_state" in v.evidence for v in self.decision.verdicts.values())
+        return any(v.bad_state for v in self.decision.verdicts.values())
 
     @property
     def wants_restart(self) -> bool:
         """Training has led nowhere yet, so there is nothing to go back to but the beginning."""
-        if any(v.evidence.get("restart") or v.evidence.get("early") for v in self.decision.verdicts.values()):
+        if any(v.restart for v in self.decision.verdicts.values()):
             return True
         return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data
 
     @property
     def num_restarts(self) -> int:
         """How many times the learning rate is to be lowered by a restart: twice if the loss grew a millionfold."""
-        usual = [v.evidence["usual"] for v in self.decision.verdicts.values() if "usual" in v.evidence]
-        return 2 if any(self.view.loss > 1e6 * abs(level) for level in usual) else 1
+        expected = [v.expected_loss for v in self.decision.verdicts.values() if v.expected_loss is not None]
+        return 2 if any(self.view.loss > 1e6 * abs(level) for level in expected) else 1
 
     @property
     def needs_probe(self) -> bool:
         """A rollback is asked for only because of refusals in a row, which a run of bad data explains as well as a bad state."""
         asking = [v for v in self.decision.verdicts.values() if v.action is Action.ROLLBACK]
-        return bool(asking) and all(v.evidence.get("probe") for v in asking)
+        return bool(asking) and all(v.if_state_is_bad for v in asking)
 
     @property
     def is_fault_of_data(self) -> bool:
@@ -140,57 +147,8 @@ class Case:
         return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
 
 
-class LastGood:
-    """The window committed last, one committed some steps before, and the losses of the steps committed lately.
-
-    The newest alone would not do: the update that spoils the state for everything else is made to lower its loss.
-    """
-
-    MEMORY = 20
-
-    def __init__(self, window: Sequence[Any], loss: float) -> None:
-        self.window: Sequence[Any] = window
-        self.earlier: Sequence[Any] = ()
-        """Committed `MEMORY` / 2 to `MEMORY` steps ago, as soon as there is one."""
-        self._next: Sequence[Any] = ()
-        self._num_steps = 0
-        self.losses = Recent(self.MEMORY, [loss])
-        self.first = self.lowest = loss
-
-    @classmethod
-    def resumed(cls, first: float, lowest: float, losses: Sequence[float]) -> LastGood:
-        good = cls((), first)
-        good.lowest = lowest
-        good.losses = Recent(cls.MEMORY, losses)
-        return good
-
-    def forget(self) -> None:
-        """The run went back: what was good lately is no longer of this state."""
-        self.window = self.earlier = self._next = ()
-        self.losses.clear()
-
-    def followed_by(self, window: Sequence[Any], loss: float) -> LastGood:
-        if self._num_steps % (self.MEMORY // 2) == 0:
-            self.earlier, self._next = self._next, self.window
-        self._num_steps += 1
-        self.window = window
-        self.losses.add(loss)
-        self.lowest = min(self.lowest, loss)
-        return self
-
-    def is_as_good(self, loss: float) -> bool:
-        """Whether the loss of a window now is within what was usual lately; never for NaN."""
-        usual = self.losses.largest
-        return loss <= usual + 0.5 * abs(usual) + 1e-6
-
-    @property
-    def nothing_learned(self) -> bool:
-        """No committed step had a lower loss than the first."""
-        return self.lowest >= self.first
-
-
 @dataclass(frozen=True)
-class Settlement:
+class Resolution:
     """What was done in the end."""
 
     action: Action
@@ -199,35 +157,3 @@ class Settlement:
     """What each rung that was tried has to say."""
     is_dynamics: bool = False
     """The way training goes is at fault, so the learning rate should be lowered."""
-
-
-class Bench(Protocol):
-    """What rungs may do; the trainer does it."""
-
-    def try_again(self, case: Case, window: Sequence[Any]) -> bool:
-        """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
-
-    def bad_micro_batches(self, case: Case) -> list[int]:
-        """Which micro-batches of the window are not finite on their own."""
-
-    def has_good_batch(self) -> bool:
-        """Was any step committed yet?"""
-
-    def state_problem(self) -> str | None:
-        """What shows that the state is at fault: the last good batch no longer gives a good loss. None when it does."""
-
-    def roll_back(self, case: Case, to: str) -> str | None:
-        """Go back to the newest `trusted` snapshot (an older one if that did not help), the newest checkpoint on `disk`, or the
-        `first` snapshot, with the data cursor past this step; says where to, or None when there is nothing to go back to."""
-
-    def grow_island(self, module: str) -> None:
-        """Keep a module in float32 from now on."""
-
-    def shrink_island(self, module: str) -> None:
-        """Take that back."""
-
-    def patch(self, case: Case) -> str | None:
-        """From now on, run the safe variant of the operation at the incident's line; says which, or None if it does already."""
-
-    def unpatch(self, case: Case) -> None:
-        """Take that back."""

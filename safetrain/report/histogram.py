@@ -1,4 +1,4 @@
-"""The values of an operand as a bar chart: how often, and which of them gave the bad results."""
+"""The histogram of an operand, with the values at which the result is bad marked."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MAX_BARS = 64
 
 @dataclass(frozen=True)
 class Special:
-    """A bar for what has no place on the axis."""
+    """A bar for zeros, NaN or Inf, which are not on the axis."""
 
     label: str
     count: int
     num_bad: int
-    """Of these: bad in themselves, or where the result is."""
+    """How many of them are bad themselves, or give a bad result."""
 
 
-def can_be_drawn(operand: dict[str, Any]) -> bool:
-    """Whether there is anything to draw; what is recorded in another form than expected is left out."""
+def is_drawable(operand: dict[str, Any]) -> bool:
+    """Whether there is anything to draw; malformed records are ignored."""
     return bool(_bars(operand) or _specials(operand))
 
 
-def spread(operand: dict[str, Any], name: str) -> str:
+def histogram(operand: dict[str, Any], name: str) -> str:
     """The histogram of an operand of an incident, as an SVG element."""
     bars, specials = _bars(operand), _specials(operand)
     counts, at_bad, edges = bars if bars else ([], [], [])

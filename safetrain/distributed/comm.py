@@ -1,12 +1,17 @@
-"""The other processes of a run, and the few ways in which they are talked to."""
+"""The only way across ranks: objects between steps, vectors of numbers within them.
+
+The functions work in any process. Alone, a process is its only rank; before a `Link` is open they use the default process
+group, afterwards the link's own, which user code cannot get between and whose waits the watchdog can name.
+"""
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +19,82 @@ from torch import Tensor
 
 from ..errors import RankError
 from .watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+_open: Link | None = None
+
+
+def num_processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def process_rank() -> int:
+    return dist.get_rank() if num_processes() > 1 else 0
+
+
+def gather(value: T, group: Any = None) -> list[T]:
+    """Every process's value, in their order. All of them must call it, at the same point of the run."""
+    size = num_processes()
+    if size == 1:
+        return [value]
+    if group is None and _open is not None:
+        return _open.gather(value)
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def of_first(value: T, group: Any = None) -> T:
+    """What process 0 has."""
+    return gather(value, group)[0]
+
+
+def by_first(action: Callable[[], T], group: Any = None) -> T:
+    """What the action returns in process 0, the only one that runs it. If it raises there, every process raises that error."""
+    if num_processes() == 1:
+        return action()
+    return together(action if process_rank() == 0 else lambda: None, group)[0]  # type: ignore[return-value]
+
+
+def together(action: Callable[[], T], group: Any = None) -> list[T]:
+    """What the action returns in each process. If it raises in one, every process raises: its own error, or the first other."""
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = action()
+    except Exception as raised:
+        error = raised
+    if num_processes() == 1:
+        if error is not None:
+            raise error
+        return [value]
+    answers = gather((value, None if error is None else _described(error)), group)
+    if error is not None:
+        raise error
+    for _, described in answers:
+        if described is not None:
+            raise _rebuilt(described)
+    return [answer for answer, _ in answers]
+
+
+def _described(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+    described = type(error), error.args, dict(vars(error))
+    try:
+        pickle.dumps(described)
+    except Exception:  # of a local class, or with something in it that no other process can have
+        return RuntimeError, (f"{type(error).__name__}: {error}",), {}
+    return described
+
+
+def _rebuilt(described: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> BaseException:
+    """The same error without its `__init__`, which may take something else than the arguments that it keeps."""
+    kind, args, attributes = described
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
 
 _COMMUNICATION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|timed out waiting|broken pipe|process ?group", re.IGNORECASE
@@ -30,7 +111,7 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
 
 
-class Sending:
+class PendingGather:
     """Numbers on their way to and from every rank."""
 
     def __init__(self, work: Any, received: Tensor) -> None:
@@ -45,18 +126,22 @@ class Sending:
 
 
 class Link:
+    """The other processes of a run."""
+
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         # A group of their own: what user code sends during a step cannot get between.
         self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._numbers = self._objects if device.type == "cpu" else None
         self.watchdog = Watchdog(rank, world_size, timeout_seconds)
+        global _open
+        _open = self
 
-    def send(self, numbers: Tensor) -> Sending:
+    def send(self, numbers: Tensor) -> PendingGather:
         """Begin to exchange a vector of equal length on every rank; nobody waits yet."""
         received = numbers.new_empty(self.world_size * numbers.numel())
         work = _all_gather(received, numbers, group=self._numbers, async_op=True)
-        return Sending(work, received.view(self.world_size, -1))
+        return PendingGather(work, received.view(self.world_size, -1))
 
     def gather(self, what: Any, phase: str = "waiting for the other ranks") -> list[Any]:
         """What each rank gave, in their order. Slow, so only in trouble or at the rare moments of a run."""
@@ -89,6 +174,8 @@ class Link:
             raise failed[0].as_error(doing)
 
     def close(self) -> None:
+        global _open
+        _open = None if _open is self else _open
         self.watchdog.close()
 
     def explained(self, error: BaseException) -> BaseException:
@@ -122,5 +209,5 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,85 @@
+"""The learning rate of a step: what the schedule says, and a scale on top of it that the schedule never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+_UNSCALED = nullcontext()
+
+
+def scaled_lr(optimizer: Optimizer, scale: float) -> AbstractContextManager[None]:
+    """Inside, every parameter group has `scale` times its learning rate; afterwards exactly what it had before.
+
+    A scheduler would overwrite (or compound) a lasting change of the groups, so there is none.
+
+    >>> import torch
+    >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    >>> with scaled_lr(sgd, 0.5):
+    ...     sgd.param_groups[0]["lr"]
+    0.05
+    >>> sgd.param_groups[0]["lr"]
+    0.1
+    """
+    return _UNSCALED if scale == 1.0 else _scaled(optimizer, scale)
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, scale: float) -> Iterator[None]:
+    groups = [group for group in optimizer.param_groups if "lr" in group]
+    scheduled = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * scale
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, scheduled, strict=True):
+            group["lr"] = lr
+
+
+class Schedule:
+    """A learning-rate scheduler (or None: the rate stays as it is) that is stepped once per committed step.
+
+    `ReduceLROnPlateau` is stepped by `step_with_metric` instead, once per evaluation.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any = None) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.error: Exception | None = None
+        """What the scheduler raised. The step before it is committed; no further one may begin."""
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """The scheduled learning rate of each parameter group; 0.0 for one without. Reads from the device if it is a tensor there."""
+        return tuple([float(group.get("lr", 0.0)) for group in self.optimizer.param_groups])
+
+    @property
+    def needs_metric(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def step(self) -> None:
+        """After a committed step. The weights have moved, so an error is kept in `error` and not raised."""
+        if self.scheduler is None or self.needs_metric:
+            return
+        try:
+            self.scheduler.step()
+        except Exception as error:
+            self.error = error
+
+    def step_with_metric(self, metric: float) -> None:
+        """After an evaluation; only a schedule that needs the metric moves."""
+        if self.needs_metric:
+            self.scheduler.step(metric)
+
+    def state_dict(self) -> Any:
+        """The scheduler's own state; None if there is no scheduler, or if it keeps no state."""
+        return self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """`state` None, of a run without a schedule: the scheduler stays as it was made."""
+        if self.scheduler is not None and state is not None:
+            self.scheduler.load_state_dict(state)

@@ -1,0 +1,153 @@
+"""What a step exchanges with the other ranks: before the step, after its last forward, and before a refusal.
+
+`Exchange` is the one for a process without other ranks: it has nobody to wait for. `joint.JointExchange` is the one for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from ..core.verdict import Decision
+from ..core.view import DeviceStep, StepView
+from ..errors import SafetrainError
+from .measurement import Measurement
+
+if TYPE_CHECKING:
+    from .step import Step
+
+T = TypeVar("T")
+_NOTHING = nullcontext()
+
+
+class RunStatus(Protocol):
+    """What ranks must know of each other's run at each step."""
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that asked this process to end, if one did."""
+
+    @property
+    def out_of_time(self) -> bool:
+        """`loop.max_hours` have passed in this process."""
+
+    def trail(self) -> int:
+        """A checksum of everything decided so far; equal on all ranks as long as they decide alike."""
+
+
+class Exchange:
+    rank = 0
+    world_size = 1
+    run: RunStatus
+    """Set when a run begins."""
+    failed_together = False
+    """Some rank raised in the last attempt, and all know it."""
+
+    # ---- what all ranks know -----------------------------------------------------------------------------------
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that asked the run, on any rank, to end."""
+        return self.run.signal
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.run.out_of_time
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in their order, on every rank. All ranks must call it; slow."""
+        return [value]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is so on any rank; the same answer on all. All ranks must ask."""
+        return flag
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """Over all ranks, equal on each, in one collective. NaN or Inf of any rank is every rank's."""
+        return numbers
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before a step: the buffers of rank 0 on every rank."""
+
+    def begin_attempt(self, step: Step, window: Sequence[Any]) -> None:
+        """Before the first forward. Raises what is left of the attempt before."""
+
+    def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch: only the last backward exchanges gradients."""
+        return _NOTHING
+
+    def before_backward(
+        self,
+        step: Step,
+        losses: Sequence[Tensor],
+        metrics: Sequence[Mapping[str, Any]],
+        window: Sequence[Any],
+        is_last: bool,
+    ) -> None:
+        """After the last forward: send this rank's numbers; nobody waits yet."""
+
+    def stand_in(self, step: Step, error: Exception, window: Sequence[Any]) -> None:
+        """This rank raised: take part in what the others still exchange. Raises, on all ranks, unless they count on this rank
+        already; its gradients are then NaN."""
+        raise error
+
+    def measured(
+        self, step: Step, on_device: DeviceStep, losses: Sequence[Tensor], metrics: Sequence[Mapping[str, Any]]
+    ) -> Measurement:
+        """After backward: the numbers of the step over all ranks."""
+        signals = step.guards.measure(on_device)
+        return Measurement(losses, on_device.grad_norm, step.precision.loss_scale(), signals, metrics, on_device.window)
+
+    def agree(self, step: Step, decision: Decision, view: StepView) -> Decision:
+        """One decision for all ranks."""
+        return decision
+
+    # ---- when a rank raised ------------------------------------------------------------------------------------
+
+    def may_be_refused(self, error: Exception) -> bool:
+        """Whether an error of an attempt may be a refused step at all."""
+        return not isinstance(error, SafetrainError)  # those say themselves what to do
+
+    def explains(self, step: Step, view: StepView) -> bool:
+        """Whether it was because of the step's numbers, on every rank that raised."""
+        return step.explains(view)
+
+    def is_abandoned(self, error: Exception) -> bool:
+        """The run is to end, and some rank has no window for this step any more: it never happened."""
+        return False
+
+    # ---- around the steps --------------------------------------------------------------------------------------
+
+    def no_window(self, error: Exception) -> list[Any]:
+        """This rank's data raised; what to attempt instead of a window, so that all ranks learn of it."""
+        raise error
+
+    def end_of_epoch(self, step: Step) -> None:
+        """This rank has no more data. Raises, on all ranks, if others have."""
+
+    def warm_up(self, step: Step, window: Sequence[Any]) -> None:
+        """Before the first step of a resumed run."""
+
+    def replays_alone(self, model: nn.Module) -> bool:
+        """Whether one rank can run the model without the others."""
+        return True
+
+    def own_loss(self, view: StepView) -> float | None:
+        """Of this rank's window in the last step, bit for bit as it was computed; None if it had several micro-batches, whose mean
+        is rounded in another way."""
+        return view.loss if len(view.window()) == 1 else None
+
+    @contextmanager
+    def alone(self, step: Step) -> Iterator[None]:
+        """Inside, the step concerns this rank only, and the model is called without its wrapper."""
+        yield
+
+    @contextmanager
+    def session(self, step: Step) -> Iterator[None]:
+        """Around all steps of a run: however one rank ends, the others learn of it."""
+        yield

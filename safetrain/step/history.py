@@ -1,0 +1,69 @@
+"""What guards are shown of the steps before this one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
+HISTORIES = ("refused_steps", "dynamics_steps", "rollback_steps")
+
+
+class History:
+    """Counters of decided steps. Guards see them in the next `StepView`."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Index of the step to attempt next; refused steps count."""
+        self.epoch = 0
+        self.consecutive_refusals = 0
+        self.consecutive_overflows = 0
+        self.num_refusals = 0
+        self.num_restarts = 0
+        self.refused_steps: deque[int] = deque(maxlen=1000)
+        self.dynamics_steps: deque[int] = deque(maxlen=1000)
+        self.rollback_steps: deque[int] = deque(maxlen=1000)
+        self.guard_seconds = 0.0
+        """Spent by this process on what guards do in each step."""
+
+    def view_fields(self, scaler_overflow: bool = False) -> dict[str, Any]:
+        """Fields of the next step's `StepView`."""
+        return {
+            "consecutive_refusals": self.consecutive_refusals,
+            "refused_steps": self.refused_steps,
+            "dynamics_steps": self.dynamics_steps,
+            "rollback_steps": self.rollback_steps,
+            "num_restarts": self.num_restarts,
+            "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
+        }
+
+    def decided(self, step: int, outcome: str) -> None:
+        """Count one decided step: `outcome` is the action taken, or `overflow`."""
+        self.step += 1
+        if outcome == "overflow":
+            self.consecutive_overflows += 1
+        elif outcome == "commit":
+            self.consecutive_overflows = self.consecutive_refusals = 0
+        else:
+            self.consecutive_refusals += 1
+            self.num_refusals += 1
+            self.refused_steps.append(step)
+
+    def rolled_back(self) -> None:
+        self.consecutive_refusals = self.consecutive_overflows = 0
+        self.refused_steps.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the step, which is the number of recorded losses."""
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            **{name: list(getattr(self, name)) for name in HISTORIES},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        self.step = step
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        for name in HISTORIES:
+            getattr(self, name).extend(state[name])
