@@ -109,9 +109,6 @@ class GuardSet(Sequence[Guard]):
             guard.learn(view, decision)
 
 
-Panel = GuardSet
-
-
 def _answering(guards: Sequence[Guard], method: str) -> list[Guard]:
     """Those that have a method of their own."""
     return [g for g in guards if method in vars(g) or getattr(type(g), method) is not getattr(Guard, method)]
