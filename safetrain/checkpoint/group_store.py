@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..distributed.comm import by_first, gather, num_processes, process_rank, together
 from ..errors import CheckpointError
-from ..tensors.sharded import is_spread
+from ..tensors.sharded import is_dtensor
 from .manifest import NAME, Manifest, read_manifest
 from .shards import METADATA, write_shards
 from .soundness import peaks_of, problems_in
@@ -42,7 +42,7 @@ class GroupStore(CheckpointStore):
     def write(self, state: TrainState, about: dict[str, Any]) -> Path:
         parts = gather(state.own_part(), self._group)
         state = TrainState(state.tensors, {**state.rest, "processes": parts})
-        if any(is_spread(tensor) for tensor in state.tensors.values()):
+        if any(is_dtensor(tensor) for tensor in state.tensors.values()):
             return self._write_shards(state, about)
         return by_first(lambda: super(GroupStore, self).write(state, about), self._group)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .._private import foreach
 from ..tensors.sharded import empty_like, local
 from .soundness import FATAL_JUMP, jumps, peaks_of, problems_in
 from .state import TrainState
@@ -34,8 +35,7 @@ class Copy:
                 own = empty_like(tensor, device="cpu", pin=tensor.device.type == "cuda")
             kept[name] = own
         self._memory = kept
-        if kept:
-            torch._foreach_copy_([local(own) for own in kept.values()], [local(t) for t in state.tensors.values()])
+        foreach.copy_([local(own) for own in kept.values()], [local(t) for t in state.tensors.values()])
         return TrainState(dict(kept), state.rest)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..tensors.sharded import any_spread, local
+from ..tensors.sharded import any_dtensor, local
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 JUMP, FATAL_JUMP = 1e3, 1e6
@@ -22,10 +22,10 @@ def is_second_moment(name: str) -> bool:
 
 def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of each floating-point tensor, or of this process's part of it; both are NaN if one of its values is."""
-    spread = any_spread(tensors.values())
+    is_sharded = any_dtensor(tensors.values())
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        tensor = local(tensor) if spread else tensor
+        tensor = local(tensor) if is_sharded else tensor
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             real = real.float() if real.element_size() == 1 else real  # nothing is defined for float8

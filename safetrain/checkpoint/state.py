@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .._private.modules import is_saved
 from ..errors import CheckpointError, UsageError
 from ..guards import REGISTRY
 from ..tensors.rng import RandomState, seed_everything
-from ..tensors.sharded import empty_like, is_spread, local, put, spread_like
+from ..tensors.sharded import empty_like, is_dtensor, local, put, shard_like
 from .plain import from_loadable, to_loadable
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class TrainState:
         for name, parameter in parts.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
         for name, module, key in _buffers(parts.model):
-            kind = "transient" if key in module._non_persistent_buffers_set else "model"
+            kind = "model" if is_saved(module, key) else "transient"
             buffer = module._buffers[key]
             assert buffer is not None
             tensors[f"{kind}/{name}"] = buffer.detach()
@@ -140,7 +141,7 @@ class TrainState:
         part = {"random": self.rest["random"]}
         if "progress" in self.rest:
             part["data"] = self.rest["progress"]["data"]
-        if any(is_spread(tensor) for tensor in self.tensors.values()):
+        if any(is_dtensor(tensor) for tensor in self.tensors.values()):
             part["buffers"] = {name: self.tensors[name].cpu() for name in self.rest["buffers"]}
         return part
 
@@ -240,7 +241,7 @@ class TrainState:
         for name, (index, key) in saved["tensors"].items():
             value = self.tensors[name]
             if isinstance(index, int) and index < len(parameters):
-                value = spread_like(value, parameters[index])
+                value = shard_like(value, parameters[index])
             packed["state"].setdefault(index, {})[key] = value.clone()
         try:
             optimizer.load_state_dict(packed)
@@ -252,7 +253,7 @@ class TrainState:
         for name, (index, key) in saved["tensors"].items():
             loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
             if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:
-                value = spread_like(self.tensors[name], parameters[index])
+                value = shard_like(self.tensors[name], parameters[index])
                 optimizer.state[parameters[index]][key] = value.to(loaded.device, copy=True)
 
     def _restore_ema(self, ema: Ema) -> None:

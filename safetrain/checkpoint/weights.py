@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core.files import replacing
 from ..distributed.comm import by_first, process_rank
 from ..optim.ema import Ema
-from ..tensors.sharded import is_sharded, whole
+from ..tensors.sharded import full_tensor, is_sharded
 
 
 def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
@@ -49,7 +49,7 @@ def _whole_state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
-            full = whole(value)
+            full = full_tensor(value)
             if process_rank() == 0:
                 state[name] = full.cpu()
     return state

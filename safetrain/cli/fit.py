@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._private.allocator import keep_freed_memory
 from ..distributed.launch import record_failure
 from ..errors import ConfigError, NonFiniteError, SafetrainError
 from .flags import config_arguments
@@ -122,6 +123,8 @@ class Progress:
 
         self._stage = "while the trainer's own module was imported"
         cls = _trainer_class(config, SafeTrainer)
+        if config.loop.keep_memory and _is_on_cpu(config.loop.device):
+            keep_freed_memory()
         self._stage = "while the model, the data and the optimizer were built"
         self.trainer = cls(config=config, run_dir=out)
         return self.trainer.fit(resume)
@@ -132,6 +135,12 @@ class Progress:
             from ..distributed.machine import leave_process_group
 
             leave_process_group()
+
+
+def _is_on_cpu(device: str) -> bool:
+    import torch
+
+    return device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
 
 
 def _trainer_class(config: Config, base: type[SafeTrainer]) -> type[SafeTrainer]:

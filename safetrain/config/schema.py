@@ -64,7 +64,8 @@ class LoopConfig:
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
     keep_memory: bool = True
     """On a CPU with Linux's usual C library: what a step frees (up to 1 GB) stays with the process for the next step, which then
-    takes up to a fifth less time. It is set for the whole process, and left alone if the environment has a setting for it."""
+    takes up to a fifth less time. `safetrain fit` and `resume` set it for the whole process, unless the environment has a setting
+    for it; a program that uses SafeTrainer itself is left alone."""
     compile: bool | str = False
     """Compile the model with `torch.compile`; a string names the backend."""
     num_processes: int | None = option(None, ge=1)

@@ -70,7 +70,7 @@ class RunLock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory.resolve() / LOCK
-        if self._path in self._held:
+        if self.holds(self._path):
             raise self._in_use(f"process {os.getpid()}, which is this one")
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -92,6 +92,11 @@ class RunLock:
             raise
         self._held.add(self._path)
 
+    @classmethod
+    def holds(cls, path: Path) -> bool:
+        """Whether this process holds the lock in that file."""
+        return path in cls._held
+
     def release(self) -> None:
         if self._path in self._held:
             self._held.discard(self._path)
@@ -106,7 +111,7 @@ class RunLock:
 def is_in_use(directory: Path) -> bool:
     """Whether a process is writing into it now. To write, take a RunLock: this only looks."""
     path = directory.resolve() / LOCK
-    if path in RunLock._held:  # by this process: closing the file below would release its lock
+    if RunLock.holds(path):  # by this process, which would let go of it by closing the file below
         return True
     try:
         descriptor = os.open(path, os.O_RDONLY)

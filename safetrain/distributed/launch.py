@@ -6,23 +6,17 @@ which rank failed first, and the exit code.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
-import sys
-import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .._private import elastic
 from ..errors import RankError, UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 EXIT_CODE = "exit_code"
 TAIL = 60
@@ -34,42 +28,23 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
 
     The output of every rank is kept in `logs/` of the run directory; that of rank 0 is also shown.
     """
-    from torch.distributed.elastic.agent.server.api import SignalException  # type: ignore[attr-defined]
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError(
             "--nproc starts processes itself, but a launcher has already started this one (RANK is set).\n"
             "To fix: leave --nproc out, or start the command without torchrun and accelerate launch."
         )
+    elastic.require(num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
     logs = _new_directory(run_dir / "logs")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # `_report` reports it
-    scratch = tempfile.TemporaryDirectory()  # for torch's own log files
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        logs_specs=_rank_logs(logs, scratch.name),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        role="",
-        log_line_prefix_template="${role_name}",  # empty: the output of rank 0 is shown without a prefix
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "safetrain", *arguments)
-    except ChildFailedError as error:
+        elastic.run(["-m", "safetrain", *arguments], num_processes, logs)
+    except elastic.RanksFailed as error:
         return _report(error.failures, logs, say)
-    except SignalException as error:
-        say(f"interrupted by signal {int(error.sigval)}; the output of each rank is in {logs}")
-        return 128 + int(error.sigval)
-    finally:
-        scratch.cleanup()
+    except elastic.Interrupted as error:
+        say(f"interrupted by signal {error.signal}; the output of each rank is in {logs}")
+        return 128 + error.signal
     return 0
 
 
@@ -114,37 +89,6 @@ def _new_directory(parent: Path) -> Path:
             number += 1
 
 
-def _rank_logs(directory: Path, scratch: str) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
-
-    class RankLogs(DefaultLogsSpecs):
-        """Log files named after their rank, in one directory."""
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            made = super().reify(envs)
-
-            def renamed(paths: dict[int, str]) -> dict[int, str]:
-                return {rank: _named_after_rank(path, rank, directory) for rank, path in paths.items()}
-
-            names = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
-            changes: dict[str, Any] = {name: renamed(getattr(made, name)) for name in names}
-            dest = dataclasses.replace(made, **changes)
-            for rank, file in dest.error_files.items():
-                envs[rank]["TORCHELASTIC_ERROR_FILE"] = file
-            return dest
-
-    # On a terminal, stdout of rank 0 is not redirected, so that it can draw progress; its stderr always is.
-    shown = Std.ERR if sys.stdout.isatty() else Std.ALL
-    redirected = dict.fromkeys(range(1, 4096), Std.ALL) | {0: shown}
-    return RankLogs(log_dir=scratch, redirects=redirected, tee={0: shown})
-
-
-def _named_after_rank(path: str, rank: int, directory: Path) -> str:
-    if not path or path == os.devnull:
-        return path
-    return str(directory / f"rank-{rank}.{Path(path).name}")
-
-
 def _recorded_code(error_file: str) -> int | None:
     try:
         code = json.loads(Path(error_file).read_text())["message"]["extraInfo"].get(EXIT_CODE)
@@ -153,7 +97,7 @@ def _recorded_code(error_file: str) -> int | None:
     return code if isinstance(code, int) else None
 
 
-def _report(failures: dict[int, ProcessFailure], logs: Path, say: Callable[[str], None]) -> int:
+def _report(failures: dict[int, Any], logs: Path, say: Callable[[str], None]) -> int:
     """Report which rank failed first, with the end of its error output; returns its exit code."""
     # A rank that failed only because another did writes no error file.
     ranks = sorted(failures, key=lambda rank: (not Path(failures[rank].error_file).is_file(), failures[rank].timestamp))

@@ -139,7 +139,7 @@ class Machine:
         """Let go of the other processes, in an order that does not hang: first the model that is tied to them."""
         if self.replicas is not None:
             self.replicas.close()
-            self._accelerator._models.clear()
+            self._accelerator.free_memory()  # it holds the model, too
         if self.link is not None:
             self.link.close()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._private.autograd import missing
+from .._private.autograd import TRACING
 from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
 from . import remedies as remedy_trials
 from . import samples as sample_search
@@ -119,8 +119,10 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
         # The step has already warned when it ran for the first time.
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if absent := missing():
-                raise RuntimeError(f"this torch lacks {', '.join(absent)}, which tracing needs")
+            if not TRACING.works:
+                raise RuntimeError(
+                    f"operations cannot be traced: {TRACING.failure}; safetrain env says what that needs"
+                )
             diagnosis = _in_sandbox(step, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._private import compiler
 from ..tensors.nest import in_code, map_tensors, named_tensors
 from .facts import examined
 from .sandbox import Sandbox
@@ -84,7 +85,7 @@ class Replayer:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.model = unwrapped_model(step.model)
-        self.is_compiled = _is_compiled(step.model)
+        self.is_compiled = compiler.is_compiled(step.model)
         self.parameters = _named_parameters(self.model, step)
         self.module_names = {id(module): name for name, module in self.model.named_modules()}
         self.num_replays = 0
@@ -127,10 +128,10 @@ class Replayer:
                 for change in changes:
                     stack.enter_context(change)
                 for batch in window:
-                    loss = self._forward(fresh(batch), self.model if eager else self.step.model)
+                    loss = self.forward(fresh(batch), self.model if eager else self.step.model)
                     losses.append(loss.detach().clone())
                     if kind_of(loss) == FINITE and backward and loss.requires_grad:
-                        self._backward(loss, len(window), loss_scale)
+                        self.backward(loss, len(window), loss_scale)
                 result.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
                 result.bad_gradients = self.bad_gradients()
                 buffers = dict(self.model.named_buffers()) if self.watched_buffers else {}
@@ -139,7 +140,7 @@ class Replayer:
                 result.error = error
         return result
 
-    def _forward(self, batch: Any, model: nn.Module) -> Tensor:
+    def forward(self, batch: Any, model: nn.Module) -> Tensor:
         from ..core.loss import split_loss
 
         with self.step.autocast(self.model):
@@ -147,7 +148,7 @@ class Replayer:
         loss, _ = split_loss(output, "loss_fn")
         return loss
 
-    def _backward(self, loss: Tensor, num_batches: int, scale: float | None = None) -> None:
+    def backward(self, loss: Tensor, num_batches: int, scale: float | None = None) -> None:
         factor = (self.step.loss_scale if scale is None else scale) / num_batches
         # Not loss.backward(): that would switch off the mode that knows the names of functions.
         torch.autograd.backward(loss if factor == 1 else loss * factor)
@@ -230,7 +231,7 @@ class Replayer:
 def _run_traced(replayer: Replayer, trace: Trace, num_batches: int) -> None:
     """Stacks of traced ops end here."""
     try:
-        loss = replayer._forward(trace.batch, replayer.model)
+        loss = replayer.forward(trace.batch, replayer.model)
     except Exception as error:
         trace.error = error
         return
@@ -239,7 +240,7 @@ def _run_traced(replayer: Replayer, trace: Trace, num_batches: int) -> None:
     if kind_of(loss) == FINITE and loss.requires_grad:
         try:
             _watch_python_nodes(loss, trace.tracer)
-            replayer._backward(loss, num_batches)
+            replayer.backward(loss, num_batches)
         except Exception as error:
             trace.error = error
 
@@ -264,14 +265,10 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif _is_compiled(model):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif (inside := compiler.original(model)) is not model:
+            model = inside
         else:
             return model
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
 def _named_parameters(model: nn.Module, step: Step) -> dict[str, nn.Parameter]:

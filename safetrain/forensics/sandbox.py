@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._private.storage import storage_identity
 from ..tensors.rng import GENERATORS, RandomState
 from ..tensors.saved import Captured
 
@@ -117,7 +118,7 @@ def _values_of(function: Any) -> Iterator[Any]:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_identity(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._private.autograd import op_schema
 from ..tensors.nest import in_code, named_tensors
 
 # torch.tensor(...) and the like: the value was typed or came from the host.
@@ -41,7 +42,7 @@ class Schema:
 
 @cache
 def schema_of(func: Any) -> Schema:
-    schema = func._schema
+    schema = op_schema(func)
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     name = schema.name.split("::")[-1]
     aliases = any(r.alias_info is not None for r in schema.returns)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._private.autograd import unwrapped
+from .._private.storage import sparse_values, storage_identity
 
 EVERYTHING = 1 << 60
 
@@ -40,7 +41,7 @@ class Storages:
     def region(self, tensor: Tensor) -> Region:
         tensor = unwrapped(tensor)
         if tensor.layout is torch.sparse_coo:
-            return Region(self._number(tensor._values()), 0, EVERYTHING)
+            return Region(self._number(sparse_values(tensor)), 0, EVERYTHING)
         if tensor.layout is not torch.strided:
             try:
                 return Region(self._number(tensor.values()), 0, EVERYTHING)
@@ -58,7 +59,7 @@ class Storages:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return -id(tensor)
-        address = storage._cdata
+        address = storage_identity(storage)
         number = self._numbers.get(address)
         if number is None:
             self._count += 1

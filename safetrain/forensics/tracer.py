@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._private.autograd import PLAIN, current_node, modes_off, next_node_number, node_number
+from .._private.autograd import (
+    PLAIN,
+    TorchDispatchMode,
+    current_node,
+    has_own_dispatch,
+    is_op,
+    modes_off,
+    next_node_number,
+    node_number,
+)
 from ..tensors.nest import tensors_in
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
@@ -156,9 +164,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not is_op(func):
             return self._opaque(func, args, kwargs)
-        if any(t not in PLAIN and _has_own_dispatch(t) for t in types):
+        if any(t not in PLAIN and has_own_dispatch(t) for t in types):
             return NotImplemented  # a wrapper subclass unwraps first; then its inner ops come here
         schema = schema_of(func)
         node = current_node()
@@ -313,11 +321,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     Access("grad_output", self.storages.region(t), kind_of(t)) for t in inputs if isinstance(t, Tensor)
                 ]
                 self.events.append(event)
-
-
-def _has_own_dispatch(kind: type) -> bool:
-    dispatch = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
 
 
 def _kind_selected(op: str, args: tuple[Any, ...], tensor: Tensor, kind: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._private.autograd import PLAIN, unwrapped
+from .._private.storage import sparse_values
 
 FINITE, INF, NAN = 0, 1, 2
 """Kinds of tensors, in order of badness: a tensor with both Inf and NaN is NAN."""
@@ -25,7 +26,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
     """A dense real tensor with all the values of `tensor`; None when it has none that could be non-finite."""
     tensor = unwrapped(tensor).detach()
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
+        tensor = sparse_values(tensor)
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:

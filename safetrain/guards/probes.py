@@ -13,7 +13,6 @@ in-place operations after it. Under the fp16 loss scaler they are the scaled one
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._private import compiler
 from ..tensors.nest import tensors_in
 
 STATISTICS = ("max_abs", "zeros", "saturation")
@@ -71,7 +71,7 @@ class Probe:
         self._hooks = ExitStack()
 
     def __enter__(self) -> Probe:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+        if compiler.is_in_use():
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in self._modules.items():
             self._hooks.callback(module.register_forward_hook(self._hook(name)).remove)

@@ -51,7 +51,7 @@ class Beginning:
         )
 
     def _restart(self, reason: str, margin: float) -> Verdict:
-        """`margin`: the restart is confirmed if the loss of this step is this share above that with the weights of the start."""
+        """`margin`: by which share the loss must be above that of the start in the same step to confirm it."""
         return Verdict(
             Action.ROLLBACK,
             reason=reason,

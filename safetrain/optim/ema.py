@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._private import foreach
 from ..distributed.comm import gather
-from ..tensors.sharded import is_spread, local
+from ..tensors.sharded import is_dtensor, local
 
 
 class Ema:
@@ -26,7 +27,7 @@ class Ema:
         """Take in the weights of a committed step. `refused` (0-d bool): decide on the device whether it was one."""
         averages, current = self._values()
         if refused is None:
-            torch._foreach_lerp_(averages, current, 1.0 - self._decay)
+            foreach.lerp_(averages, current, 1.0 - self._decay)
             return
         share = torch.full((), 1.0 - self._decay, dtype=_widest(refused), device=refused.device)
         share = share.masked_fill(refused, 0.0)
@@ -46,8 +47,8 @@ class Ema:
     def _swap(self) -> None:
         averages, current = self._values()
         own = [weight.clone() for weight in current]
-        torch._foreach_copy_(current, averages)
-        torch._foreach_copy_(averages, own)
+        foreach.copy_(current, averages)
+        foreach.copy_(averages, own)
 
     def _values(self) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and weights: of a sharded model, this process's shards."""
@@ -65,7 +66,7 @@ def _can_be_averaged(parameter: Tensor) -> bool:
     is_number = parameter.is_floating_point() or parameter.is_complex()
     is_finite = not is_number or bool(torch.isfinite(local(parameter)).all())
     return (
-        is_number and parameter.element_size() > 1 and all(gather(is_finite) if is_spread(parameter) else [is_finite])
+        is_number and parameter.element_size() > 1 and all(gather(is_finite) if is_dtensor(parameter) else [is_finite])
     )
 
 

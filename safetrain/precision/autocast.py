@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._private.autograd import autocast_disabled
 from ..tensors.nest import map_tensors
 
 AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +25,27 @@ def cast_floats(nest: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | N
         return item
 
     return map_tensors(nest, cast)
+
+
+@contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """Every autocast context entered inside, also by the model's own code, does nothing."""
+    kind = torch.autocast
+    enter = kind.__enter__
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu", *([accelerator.type] if accelerator is not None else [])}
+
+    def enter_disabled(context: Any) -> Any:
+        entered = enter(context)  # type: ignore[no-untyped-call]
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        return entered
+
+    kind.__enter__ = enter_disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextmanager

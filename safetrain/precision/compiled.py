@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+
+from .._private.compiler import FullPrecisionBackward
 
 _COMPILED: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
@@ -22,29 +23,5 @@ def called_for(model: nn.Module) -> nn.Module:
     return model if compiled is None else compiled
 
 
-class _BackwardPrecision:
-    """While there is an island, torch.compile traces backward passes without autocast, as they run without compile.
-
-    Otherwise the backward of an island would be computed in low precision.
-    """
-
-    def __init__(self) -> None:
-        self._num_islands = 0
-        self._before: Any = None
-
-    def hold(self) -> None:
-        import torch._functorch.config as config
-
-        self._num_islands += 1
-        if self._num_islands == 1 and hasattr(config, "backward_pass_autocast"):  # torch 2.6 does not have it yet
-            self._before, config.backward_pass_autocast = config.backward_pass_autocast, "off"
-
-    def let_go(self) -> None:
-        import torch._functorch.config as config
-
-        self._num_islands -= 1
-        if self._num_islands == 0 and self._before is not None:
-            config.backward_pass_autocast, self._before = self._before, None
-
-
-COMPILED_BACKWARD = _BackwardPrecision()
+COMPILED_BACKWARD = FullPrecisionBackward()
+"""Held while there is an island."""

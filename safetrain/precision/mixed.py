@@ -24,6 +24,7 @@ class Precision:
         self.name, self.device, self._model = name, device, model
         self._dtype = AUTOCAST_DTYPES[name]
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._is_unscaled = self._has_gradients = False  # what the scaler has seen of the present step
         if model is not None and name == "fp16" and any(p.dtype == torch.float16 for p in model.parameters()):
             raise UsageError(
                 "loop.precision=fp16 needs parameters in float32 (autocast converts them), and this model has some in float16.\n"
@@ -59,6 +60,8 @@ class Precision:
         """The gradients of all these parameters, the optimizer's and others, in their true size to the end of the step."""
         if self._scaler is None:
             return
+        self._is_unscaled = True
+        self._has_gradients = any(p.grad is not None for p in parameters)
         self._scaler.unscale_(optimizer)
         moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if others := [p for p in parameters if id(p) not in moved and p.grad is not None]:
@@ -79,15 +82,17 @@ class Precision:
         """fp16: let the scaler react to this step: lower after an overflow, higher after a long run without."""
         if self._scaler is None:
             return
-        if any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()):
+        if self._has_gradients:
             self._scaler.update()
         else:  # there was no gradient to learn from
             self._scaler.update(self._scaler.get_scale())
+        self._is_unscaled = self._has_gradients = False
 
     def keep_scale(self, scale: float) -> None:
         """fp16: forget this step; the scale stays as it was."""
-        if self._scaler is not None and self._scaler._per_optimizer_states:
+        if self._scaler is not None and self._is_unscaled:
             self._scaler.update(scale)
+        self._is_unscaled = self._has_gradients = False
 
     def state_dict(self) -> dict[str, Any] | None:
         """fp16: the loss scale and its history. Waits for the device."""

@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._private.autograd import modes_off
+from .._private.autograd import TRACING, TorchDispatchMode, modes_off, op_schema
+from .._private.modules import convolutions, norms_over_channels
 from ..tensors.nest import named_tensors
 
 FP16_MAX = 65504.0
 FP16_MIN = 2.0**-24
 """The smallest positive (subnormal) number of float16."""
 
-_CHANNELS_SECOND = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 _RECTIFIERS = {"relu", "relu_", "threshold", "hardtanh", "hardtanh_", "relu6", "clamp_min", "clamp_min_"}
 _SQUASHERS = {"tanh": 0.99, "tanh_": 0.99, "sigmoid": 0.99, "sigmoid_": 0.99}
 
@@ -119,6 +118,7 @@ class Observer:
         # Running statistics stay in float32 under autocast, so their size does not matter for float16.
         self._buffers = {t.data_ptr() for t in model.buffers()}
         self._numbers: dict[str, int] = {}
+        self._channels_second = (*convolutions(), *norms_over_channels(), nn.GroupNorm)
 
     def begin(self, batch: Any) -> None:
         """Call it before each batch."""
@@ -133,7 +133,8 @@ class Observer:
             self._stack.callback(before.remove)
             self._stack.callback(after.remove)
         self._stack.enter_context(_Calls(self))
-        self._stack.enter_context(_Operations(self))
+        if TRACING.works:
+            self._stack.enter_context(_Operations(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +166,7 @@ class Observer:
             if not is_leaf:
                 return
             if next(module.parameters(recurse=False), None) is not None:
-                self._channel_dim = 1 if isinstance(module, _CHANNELS_SECOND) else -1
+                self._channel_dim = 1 if isinstance(module, self._channels_second) else -1
             layer = self.layers.setdefault(name or type(module).__name__, Layer(type(module).__name__))
             with modes_off():
                 for _, leaf in named_tensors(output):
@@ -295,7 +296,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if self._observer.is_in_model:
             tensors = [item for item in (*args, output) if isinstance(item, Tensor)]
-            self._observer.note_operation(func._schema.name.rpartition("::")[2], tensors, output)
+            self._observer.note_operation(op_schema(func).name.rpartition("::")[2], tensors, output)
         return output
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from .._private.dataloader import in_this_process
 from ..data.sampler import ResumableBatchSampler
 from ..data.sources import IterableSource, ListSource, LoaderSource, MapSource, Source, StatefulSource
 from ..tensors.nest import describe, leaves, num_samples, to_device
@@ -164,9 +165,9 @@ def _readable(source: Source, model: nn.Module) -> Source:
     if isinstance(source, StatefulSource):
         return _copied(source, model)
     if isinstance(source, LoaderSource):
-        return LoaderSource(_in_this_process(source.data))
+        return LoaderSource(in_this_process(source.data))
     if isinstance(source, IterableSource) and type(source.data) is DataLoader:
-        return IterableSource(_in_this_process(source.data))
+        return IterableSource(in_this_process(source.data))
     return source
 
 
@@ -181,11 +182,3 @@ def _copied(source: StatefulSource, model: nn.Module) -> StatefulSource:
         raise Unavailable(
             f"{type(source.data).__name__} keeps a position of its own and cannot be copied ({type(error).__name__}: {error})"
         ) from error
-
-
-def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader without worker processes: they take seconds to start."""
-    alone = copy.copy(loader)
-    alone.__dict__.update(num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0, _iterator=None)
-    alone.__dict__["_DataLoader__multiprocessing_context"] = None
-    return alone

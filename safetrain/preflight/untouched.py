@@ -29,7 +29,7 @@ class Untouched:
         self._random = RandomState.capture()
         modules = list(dict.fromkeys(m for root in _modules(trainer) for m in root.modules()))
         parameters = {id(p): p for p in trainer.stepper.parameters}
-        parameters |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        parameters |= {id(p): p for module in modules for p in module.parameters(recurse=False)}
         self._parameters = [(p, p.data, p.data.clone(), p.grad) for p in parameters.values()]
         buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         self._buffers = [(b, b.detach().clone()) for b in {id(b): b for b in buffers}.values()]

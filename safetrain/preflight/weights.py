@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from .._private.modules import transposed_convolutions
 from ..core.numbers import amount, listed
 from ..tensors.rng import seed_everything
 from .outcome import Outcome, failed, passed, warned, worst
@@ -157,7 +158,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
                 continue
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 continue
-            transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+            transposed = isinstance(module, transposed_convolutions())
             fan_in = weight.shape[0 if transposed else 1] * math.prod(weight.shape[2:])
             yield name, weight.detach(), fan_in
 

@@ -103,7 +103,7 @@ class IncidentView:
 
     @property
     def meaning(self) -> str:
-        """What the cause means in general."""
+        """The cause in plain words."""
         cause = CAUSES.get(self.incident.cause.label)
         return "" if cause is None else cause.meaning
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tensors.copies import Copies, layout_of
 from ..tensors.gradients import numbers_of, peak
 from ..tensors.nest import map_tensors, tensors_in
 from ..tensors.rng import RandomState
+from ..tensors.saved import SavedTensors, layout_of
 from ..tensors.sharded import local
 
 _VERSION = operator.attrgetter("_version")
@@ -40,11 +40,11 @@ class Transaction:
         """Buffers, and parameters that are not trained, that held NaN or Inf when they came to be: sentinels, masks and
         observers do so on purpose."""
         self._known: set[str] = set()
-        self._buffers = Copies()
+        self._buffers = SavedTensors()
         self._watched: list[tuple[str, Tensor]] = []
         """The buffers of `begin` that are to stay finite."""
         self._watched_tensors: list[Tensor] = []
-        self._weights = Copies()
+        self._weights = SavedTensors()
         """Of the parameters that forward was seen to write to."""
         self._lost: list[str] = []
         """Parameters that this step wrote to before anybody knew that it does."""
@@ -98,13 +98,13 @@ class Transaction:
         self._contents = (
             [dict(held) if held else _NO_BUFFERS for held in self._held] if has_buffers else self._no_contents
         )
-        if (has_buffers or self._buffers.tensors) and self._buffers.take(_tensors(self._contents)):
+        if (has_buffers or self._buffers.tensors) and self._buffers.capture(_tensors(self._contents)):
             named = self._named_buffers(self._contents)
             self._mark_nonfinite_by_design(named)
             self._watched = [(path, buffer) for path, buffer in named if self._is_watched(path, buffer)]
             self._watched_tensors = [buffer for _, buffer in self._watched]
         if self._weights.tensors:
-            self._weights.take(self._weights.tensors)
+            self._weights.capture(self._weights.tensors)
         self._versions = list(map(_VERSION, self._unwritten))
         self._batch = [tensor for batch in window for tensor in tensors_in(batch)]
         self._batch_versions = list(map(_version, self._batch))
@@ -163,7 +163,7 @@ class Transaction:
             if isinstance(held, dict):  # those of a scripted module are fixed
                 held.clear()  # new ones go, and a forward may have put other tensors in their places
                 held.update(before)
-        replaced = self._buffers.put_back()
+        replaced = self._buffers.restore()
         for held in self._held if replaced else ():
             held.update({name: replaced.get(id(buffer), buffer) for name, buffer in held.items()})
         for module, training in zip(self._modules, self._modes, strict=True):
@@ -185,7 +185,7 @@ class Transaction:
         return [index for index, version in enumerate(now) if version != self._versions[index]]
 
     def _restore_weights(self, replayed: bool) -> None:
-        self._weights.put_back()
+        self._weights.restore()
         if replayed:
             return
         if self._first_weights is not None:

@@ -1,4 +1,4 @@
-"""What this program runs on: versions and devices."""
+"""What this program runs on: versions, devices, and what works of that which is not documented."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ def environment() -> dict[str, Any]:
     facts.update({package: _version(package) for package in PACKAGES})
     facts["cpus"] = os.cpu_count()
     return {**facts, **_devices()}
+
+
+def undocumented() -> dict[str, dict[str, Any]]:
+    """What is relied on although it is not documented, by name. Tries all of it out, which takes seconds."""
+    try:
+        from .._private.table import FEATURES, check_names
+    except ImportError:  # a machine without torch
+        return {}
+    check_names()
+    return {
+        feature.name: {
+            "works": feature.works,
+            "relies_on": feature.relies_on,
+            "lost": feature.lost,
+            "instead": feature.instead,
+            "failure": feature.failure,
+        }
+        for feature in FEATURES
+    }
 
 
 def _version(package: str) -> str:

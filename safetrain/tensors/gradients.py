@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from .._private import foreach
+from .._private.storage import sparse_values
 from ..core.view import Limits, StepView
 from ..distributed.comm import gather
-from .sharded import any_spread, local, total_norm
+from .sharded import any_dtensor, local, total_norm
 
 
 def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that exist, as dense tensors. Of a sparse one the values, each row once: its own if `_merge_rows` came before."""
     return [
-        gradient.coalesce()._values() if gradient.is_sparse else gradient  # a row that is there twice would count twice
+        gradient.coalesce().values() if gradient.is_sparse else gradient  # a row that is there twice would count twice
         for parameter in parameters
         if (gradient := parameter.grad) is not None
     ]
@@ -44,13 +46,14 @@ FOREACH = ("cpu", "cuda")
 def global_norm(gradients: list[Tensor], uniform: bool = False) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_` computes it, bit for bit; stays on the device. `uniform`: see `are_uniform`."""
     if uniform and gradients:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[no-any-return]
-    return total_norm(gradients) if any_spread(gradients) else get_total_norm(gradients)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norms(gradients)))
+        return norm
+    return total_norm(gradients) if any_dtensor(gradients) else get_total_norm(gradients)
 
 
 def peak(tensors: Sequence[Tensor]) -> Tensor | None:
     """Largest absolute value; NaN and Inf propagate, and unlike the L2 norm it cannot overflow. In this process's parts."""
-    tensors = [local(t) for t in tensors] if any_spread(tensors) else tensors
+    tensors = [local(t) for t in tensors] if any_dtensor(tensors) else tensors
     filled = [numbers_of(t) for t in tensors if t.numel()]
     if not filled:
         return None
@@ -70,7 +73,7 @@ def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 def numbers_of(tensor: Tensor) -> Tensor:
     """The numbers that a tensor stores: those of a sparse one, and in a type that norms are defined for."""
     if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        tensor = sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
     return tensor.float() if tensor.element_size() == 1 else tensor  # float8
 
 
@@ -82,10 +85,10 @@ def overflow_free_norm(gradients: Sequence[Tensor]) -> float | None:
 
 
 def _largest(gradients: Sequence[Tensor]) -> float:
-    """As `peak`, over all processes if the gradients are spread."""
+    """As `peak`, over all processes if the gradients are sharded."""
     largest = peak(gradients)
     own = 0.0 if largest is None else float(largest)
-    return float(torch.tensor(gather(own)).max()) if any_spread(gradients) else own
+    return float(torch.tensor(gather(own)).max()) if any_dtensor(gradients) else own
 
 
 def clip(
@@ -118,14 +121,14 @@ def clip(
 @torch.no_grad()
 def _scale(parameters: Sequence[Tensor], limit: float, norm: Tensor, overflowed: bool) -> None:
     _merge_rows(parameters)
-    if not overflowed and not any_spread(parameters):
+    if not overflowed and not any_dtensor(parameters):
         clip_grads_with_norm_(parameters, limit, norm)
         return
     gradients = collect(parameters)
     parts = [local(gradient) for gradient in gradients]
     if not overflowed:
-        torch._foreach_mul_(parts, torch.clamp(limit / (norm + 1e-6), max=1.0).to(parts[0].device))
+        foreach.mul_(parts, torch.clamp(limit / (norm + 1e-6), max=1.0).to(parts[0].device))
         return
     # The squares do not fit the type, so bring the gradients into its range first.
-    torch._foreach_div_(parts, _largest(gradients))
-    torch._foreach_mul_(parts, limit / float(global_norm(gradients)))
+    foreach.div_(parts, _largest(gradients))
+    foreach.mul_(parts, limit / float(global_norm(gradients)))

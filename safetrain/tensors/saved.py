@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .._private import foreach
 from .rng import GENERATORS, restorer_of_generator
 from .sharded import local
 
@@ -39,8 +40,7 @@ class SavedTensors:
         is_new = not (self.are(tensors) and [tensor.shape for tensor in tensors] == self._shapes)
         if is_new:
             self._arrange(tensors)
-        if self._plain:
-            torch._foreach_copy_(self._values, self._plain)
+        foreach.copy_(self._values, self._plain)
         for tensor in self._odd:
             self.value_of[id(tensor)] = tensor.detach().clone()
         return is_new
@@ -80,8 +80,7 @@ class SavedTensors:
 
     def restore(self) -> dict[int, Tensor]:
         """Give the tensors their values again. Returns what to put in the place of those that cannot be written to."""
-        if self._plain:
-            torch._foreach_copy_(self._plain, self._values)
+        foreach.copy_(self._plain, self._values)
         return {id(tensor): self.value_of[id(tensor)] for tensor in self._odd}
 
 
@@ -89,9 +88,14 @@ def layout_of(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 
 
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether it was expanded: several of its elements are one place in memory, which cannot be written to as a whole."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _is_plain(tensor: Tensor) -> bool:
     tensor = local(tensor)
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1
+    return tensor.layout is torch.strided and not overlaps_itself(tensor)
 
 
 class Captured:

@@ -29,7 +29,7 @@ from ..step.exchange import Exchange
 from ..step.joint import JointExchange
 from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
-from ..tensors.sharded import is_sharded, keep_spread, shard_model
+from ..tensors.sharded import is_sharded, keep_sharded, shard_model
 
 
 def open_machine(loop: LoopConfig) -> Machine:
@@ -66,7 +66,7 @@ def prepare_model(
     """
     model.to(machine.device)
     if is_sharded(model):
-        keep_spread(model)
+        keep_sharded(model)
     elif machine.world_size > 1 and loop.strategy == "fsdp":
         dtype = AUTOCAST_DTYPES[loop.shard_dtype]
         shard_model(model, machine.device, loop.shard_blocks, _island_names(model, guards), dtype, optimizer)

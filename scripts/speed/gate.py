@@ -74,17 +74,19 @@ class Gate:
         """Time the parts of a step, if that was asked for."""
         if not self._phases:
             return
+        step = trainer.stepper
         places = {
             "data": (trainer, "_next_window"),
-            "begin: remember what a step may change": (trainer.transaction, "begin"),
-            "forward": (trainer, "_forward"),
-            "backward": (trainer.engine, "backward"),
-            "look for writes": (trainer.transaction, "notice_writes"),
-            "measure: norm, signals, one vector": (trainer, "_measure"),
-            "read: the view on the host": (trainer, "_view"),
-            "judge": (trainer, "_judge"),
-            "commit: update, learn, log": (trainer, "_commit"),
-            "  of which learn and log": (trainer, "committed"),
+            "begin: remember what a step may change": (step, "begin"),
+            "forward": (step, "forward"),
+            "backward": (step.precision, "backward"),
+            "look for writes": (step.transaction, "notice_writes"),
+            "measure: norm, signals, one vector": (step, "measure"),
+            "read: the view on the host": (step, "view"),
+            "judge": (step, "judge"),
+            "commit: update, advance, learn": (step, "commit"),
+            "  of which learn": (step, "learn"),
+            "log": (trainer, "_committed"),
         }
         for name, (owner, method) in places.items():
             setattr(owner, method, _timed(getattr(owner, method), self.phases.setdefault(name, [])))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from safetrain import SafeTrainer
-from safetrain.tensors.sharded import is_sharded, whole
+from safetrain.tensors.sharded import full_tensor, is_sharded
 
 
 class Block(nn.Module):
@@ -98,10 +98,10 @@ def whole_state(trainer):
     """Equal on all processes, except for random state and, with fsdp, buffers."""
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
-        "model": {name: whole(value.detach()).clone() for name, value in trainer.model.named_parameters()},
-        "moments": [whole(value).clone() for value in moments],
+        "model": {name: full_tensor(value.detach()).clone() for name, value in trainer.model.named_parameters()},
+        "moments": [full_tensor(value).clone() for value in moments],
         "buffers": {name: value.clone() for name, value in trainer.model.named_buffers()},
-        "average": {} if trainer.ema is None else {n: whole(v).clone() for n, v in trainer.ema.weights.items()},
+        "average": {} if trainer.ema is None else {n: full_tensor(v).clone() for n, v in trainer.ema.weights.items()},
         "random": torch.get_rng_state(),
         "losses": list(trainer.run.result.losses or trainer.run.losses),
         "seen": trainer.seen,

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from safetrain import SafeTrainer, UsageError
 from safetrain.optim.optimizers import OptimizerGroup, adamw, sgd
+from safetrain.optim.schedule import scaled_lr
 
 
 class Two(nn.Module):
@@ -96,7 +97,7 @@ def test_a_schedule_and_a_scale_act_on_all(model: Two, tmp_path: Path):
     group = OptimizerGroup(**optimizers(model))
     schedule = torch.optim.lr_scheduler.LambdaLR(group, lambda step: 0.5**step)
     runner = trainer(model, group, tmp_path, make_batches(2))
-    with runner.scaled_lr(0.1):
+    with scaled_lr(runner.optimizer, 0.1):
         assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx(
             [1e-3, 1e-2]
         )

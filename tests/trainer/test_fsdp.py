@@ -6,7 +6,7 @@ from process_group import outcomes_of, run_ranks
 from rank_runs import Ending, Net, Samples, loss_fn, make_trainer, train, whole_state
 
 from safetrain import SafeTrainer
-from safetrain.tensors.sharded import is_spread, local, whole
+from safetrain.tensors.sharded import full_tensor, is_dtensor, local
 
 
 def assert_same_weights(left, right):
@@ -179,6 +179,6 @@ def test_an_optimizer_that_already_stepped_is_an_error():
 
 def test_a_plain_tensor_is_its_own_shard():
     tensor = torch.randn(3)
-    assert not is_spread(tensor)
+    assert not is_dtensor(tensor)
     assert local(tensor) is tensor
-    assert whole(tensor) is tensor
+    assert full_tensor(tensor) is tensor

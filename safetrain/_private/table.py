@@ -1,0 +1,43 @@
+"""All features that rely on something undocumented. `safetrain env` prints this table."""
+
+from __future__ import annotations
+
+from ..core.spelling import suggest
+from ..errors import UsageError
+from .allocator import KEEP_MEMORY
+from .autograd import TRACING
+from .compiler import BACKWARD, ORIGINAL
+from .dataloader import IN_THIS_PROCESS
+from .ddp import BUFFERS, EXCHANGE
+from .dtensor import PARTS
+from .elastic import LAUNCHER
+from .feature import WITHOUT, Feature, turned_off
+from .foreach import FOREACH
+from .modules import BASE_CLASSES, SAVED_BUFFERS
+from .storage import SPARSE_VALUES
+
+FEATURES: tuple[Feature, ...] = (
+    TRACING,
+    FOREACH,
+    SPARSE_VALUES,
+    BASE_CLASSES,
+    SAVED_BUFFERS,
+    ORIGINAL,
+    BACKWARD,
+    EXCHANGE,
+    BUFFERS,
+    PARTS,
+    LAUNCHER,
+    IN_THIS_PROCESS,
+    KEEP_MEMORY,
+)
+
+
+def check_names() -> None:
+    """Raises if a name in the environment variable is none of a feature: misspelt, it would turn nothing off."""
+    known = [feature.name for feature in FEATURES]
+    for name in sorted(turned_off()):
+        if name not in known:
+            raise UsageError(
+                f"{WITHOUT}: there is no feature {name!r}{suggest(name, known)}\nTo fix: use names that safetrain env prints."
+            )
