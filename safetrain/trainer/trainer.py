@@ -374,10 +374,11 @@ class SafeTrainer(TrainerHooks):
         state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
         of it. Attempts, incidents and budgets are not rewound.
         """
+        self.run  # noqa: B018  raises if there is none
         self._settle()
         return self._session.recovery.repairs.go_back(to, skip_windows)[0]
 
-    def guard(self, name: str) -> Guard:
+    def guard(self, name: str) -> Any:
         """The guard of that name; one that is not there yet is made with its defaults and put to work."""
         return self.guards.named(name)
 
