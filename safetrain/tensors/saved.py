@@ -101,8 +101,8 @@ def _is_plain(tensor: Tensor) -> bool:
 class Captured:
     """What the roots hold: values of tensors, contents of containers, states of generators, all the way down.
 
-    `restore` puts them back into the same objects, any number of times. Parameters are left out, and so is what
-    is in `known`: somebody else restores that.
+    `restore` puts them back into the same objects, any number of times. Parameters and the
+    objects in `known` are left out: somebody else restores those.
     """
 
     left_alone: ClassVar[tuple[type, ...]] = (str, bytes, int, float, complex, bool, type(None))

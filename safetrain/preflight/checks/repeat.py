@@ -156,7 +156,7 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     checkpoint.enabled, checkpoint.async_, checkpoint.save_final, checkpoint.snapshot_every = True, False, False, None
 
     class Twin(type(trainer)):  # type: ignore[misc]
-        """The arguments of the user's own constructor are not known, but the attributes that it has made are."""
+        """The user's class without its own constructor, whose arguments are not known; the attributes that it set are taken over."""
 
         def __init__(self, **parts: Any) -> None:
             self.__dict__ |= vars(trainer)
