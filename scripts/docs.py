@@ -6,6 +6,7 @@
     <!-- generated: commands -->                  every command with its options
     <!-- generated: checks -->                    every check of `safetrain check`
     <!-- generated: walk --max-depth 2 -->        what scripts/walk prints with these options
+    <!-- generated: files -->                     every file of the package, with the first sentence of its docstring
     <!-- end generated -->
 
 `docs/lint.md` is made whole, from the rules.
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import functools
@@ -74,6 +76,8 @@ def generated(what: str) -> str:
         return checks()
     if kind == "walk":
         return walk(*rest)
+    if kind == "files":
+        return files()
     raise ValueError(f"nothing can be generated for {what!r}")
 
 
@@ -121,6 +125,24 @@ def walk(*options: str) -> str:
     command = [sys.executable, str(ROOT / "scripts" / "walk.py"), *options]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return f"<!-- drawing -->\n```text\n{done.stdout}```\n"
+
+
+# ---- the files -----------------------------------------------------------------------------------------------------
+
+
+def files() -> str:
+    package = ROOT / "safetrain"
+    paths = [path.relative_to(package) for path in sorted(package.rglob("*.py"))]
+    lines = []
+    for directory in sorted({path.parent for path in paths}):
+        if directory.parts:
+            lines.append(f"{directory.as_posix()}/")
+        for path in paths:
+            doc = ast.get_docstring(ast.parse((package / path).read_text(encoding="utf-8")))
+            if path.parent == directory and doc:
+                purpose = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+                lines.append(f"{'  ' * len(directory.parts) + path.name:<26}{purpose}")
+    return "\n".join(["<!-- drawing -->", "```text", *lines, "```", ""])
 
 
 # ---- the API -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ CAREFUL_STEPS = 20
 
 
 class Repairs:
+    """What a rung may do about a refused step."""
+
     def __init__(self, step: Step, checkpoints: CheckpointPolicy) -> None:
         self._step, self._checkpoints = step, checkpoints
         self.last_good = LastGood()
