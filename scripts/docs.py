@@ -20,6 +20,7 @@ import enum
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -202,7 +203,8 @@ def _default(value: Any) -> str:
 def _class(cls: type, wanted: str) -> list[str]:
     lines = _text(inspect.getdoc(cls) or "" if "__doc__" in vars(cls) and not _is_made(cls) else "")
     if issubclass(cls, enum.Enum):
-        return [*lines, *(f"- `{member.name}` = {member.value!r}" for member in cls), ""]
+        docs = _member_docs(cls)
+        return [*lines, *(_item(m.name, docs[m.name]) if docs else f"- `{m.name}` = {m.value!r}" for m in cls), ""]
     if dataclasses.is_dataclass(cls):
         docs = field_docs(cls)
         fields = [(f.name, str(f.type).replace("|", "or")) for f in dataclasses.fields(cls)]
@@ -215,6 +217,16 @@ def _class(cls: type, wanted: str) -> list[str]:
         shown = name if isinstance(member, PROPERTIES) else name + _spelt_signature(inspect.signature(function))
         lines.append(_item(shown, doc))
     return [*lines, ""]
+
+
+def _member_docs(cls: type[enum.Enum]) -> dict[str, str]:
+    """The string literal under each member of an enum."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        member.targets[0].id: below.value.value
+        for member, below in itertools.pairwise(body)
+        if isinstance(member, ast.Assign) and isinstance(below, ast.Expr)
+    }
 
 
 def _is_made(cls: type) -> bool:

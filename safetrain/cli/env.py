@@ -34,7 +34,9 @@ def command(as_json: bool) -> None:
     width = max(map(len, facts))
     for name, fact in facts.items():
         click.echo(f"{name:<{width}}  {', '.join(fact) if isinstance(fact, list) else fact}")
-    click.echo("\nUndocumented features of torch, glibc and others that are relied on, and what is lost where one is missing:\n")
+    click.echo(
+        "\nUndocumented features of torch, glibc and others that are relied on, and what is lost where one is missing:\n"
+    )
     width = max(map(len, features), default=0)
     for name, feature in features.items():
         click.echo(_lines(f"{name:<{width}}  {'ok' if feature['works'] else 'MISSING':<7}  ", feature))

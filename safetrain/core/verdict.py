@@ -27,7 +27,12 @@ class Action(enum.IntEnum):
 
 
 class Doubt(enum.Enum):
-    """How a doubtful refusal is confirmed."""
+    """How a doubtful refusal is confirmed.
+
+    >>> easy = Verdict(Action.SKIP, reason="a spike in the third step", doubt=Doubt.LAST_GOOD_BATCH)
+    >>> merge([("early", easy)]).undoubted.action
+    <Action.COMMIT: 0>
+    """
 
     LAST_GOOD_BATCH = "last_good"
     """The batch that was committed last has become bad too."""
