@@ -136,13 +136,12 @@ def files() -> str:
     paths = [path.relative_to(package) for path in sorted(package.rglob("*.py"))]
     lines = []
     for directory in sorted({path.parent for path in paths}):
-        if directory.parts:
-            lines.append(f"{directory.as_posix()}/")
-        for path in paths:
-            doc = ast.get_docstring(ast.parse((package / path).read_text(encoding="utf-8")))
-            if path.parent == directory and doc:
-                purpose = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
-                lines.append(f"{'  ' * len(directory.parts) + path.name:<26}{purpose}")
+        for path in (path for path in paths if path.parent == directory):  # __init__.py is the first
+            doc = ast.get_docstring(ast.parse((package / path).read_text(encoding="utf-8"))) or ""
+            purpose = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+            is_package = directory.parts and path.name == "__init__.py"
+            name = f"{directory.as_posix()}/" if is_package else "  " * len(directory.parts) + path.name
+            lines.append(f"{name:<26}{purpose}".rstrip())
     return "\n".join(["<!-- drawing -->", "```text", *lines, "```", ""])
 
 

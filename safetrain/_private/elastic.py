@@ -1,4 +1,4 @@
-"""The launcher behind --nproc: torch's elastic agent, which torchrun is a command line for."""
+"""The launcher behind --nproc: torch's elastic agent, which is behind torchrun too."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Several processes: talking to each other, agreeing, and noticing that one hangs."""

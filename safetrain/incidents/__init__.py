@@ -1,0 +1,1 @@
+"""An incident as text and as files, and its replay."""

@@ -1,0 +1,1 @@
+"""Optimizers, the learning-rate schedule, and the average of the weights."""

@@ -1,0 +1,1 @@
+"""The arithmetic of forward and backward: autocast, loss scaling, fp32 islands, compiled models."""

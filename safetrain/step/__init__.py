@@ -1,0 +1,1 @@
+"""One optimizer step as a transaction, for one process and for several."""

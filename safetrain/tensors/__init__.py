@@ -1,0 +1,1 @@
+"""Batches of any nesting, gradients, random state, sharded tensors."""
