@@ -1,1 +1,1 @@
-"""The words that all other packages use, without torch.distributed, a run or a trainer."""
+"""What every other package speaks: verdict, view, incident, result, options. No torch.distributed, no run, no trainer."""

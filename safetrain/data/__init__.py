@@ -1,1 +1,1 @@
-"""Training data: windows of micro-batches, and the position that a resume goes on from."""
+"""Training data as windows of micro-batches with a cursor that a resume goes on from."""

@@ -1,1 +1,1 @@
-"""Several processes: talking to each other, agreeing, and noticing that one hangs."""
+"""Several processes: the machine, the only way across ranks, the watchdog, DDP replicas, the launcher."""

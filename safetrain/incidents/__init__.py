@@ -1,1 +1,1 @@
-"""An incident as text and as files, and its replay."""
+"""An incident on disk: its bundle, the codec of its batch, its texts, and the replay of its step."""

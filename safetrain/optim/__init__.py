@@ -1,1 +1,1 @@
-"""Optimizers, the learning-rate schedule, and the average of the weights."""
+"""Optimizers built from a name, several as one, the schedule, the moving average."""

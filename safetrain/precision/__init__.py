@@ -1,1 +1,1 @@
-"""The arithmetic of forward and backward: autocast, loss scaling, fp32 islands, compiled models."""
+"""Autocast, the fp16 loss scaler, and float32 islands in a model that computes in half precision."""

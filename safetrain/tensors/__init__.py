@@ -1,1 +1,1 @@
-"""Batches of any nesting, gradients, random state, sharded tensors."""
+"""Nests, gradients, saved values, random state, and tensors that are sharded over processes."""

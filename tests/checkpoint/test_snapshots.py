@@ -19,7 +19,7 @@ def state(value=1.0, moment=0.5, bias=0.0):
         "model/b": torch.full((2,), bias),
         "optimizer/0/exp_avg_sq": torch.full((4,), moment),
     }
-    return TrainState(tensors, {"nonfinite_by_design": [], "buffers": [], "num_committed": 0})
+    return TrainState(tensors, {"born_bad": [], "buffers": [], "num_committed": 0})
 
 
 def test_a_snapshot_is_a_copy_whose_memory_is_reused():

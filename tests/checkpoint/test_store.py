@@ -28,7 +28,7 @@ def store(tmp_path):
 
 def make_state(**tensors):
     tensors = {"model/w": torch.randn(5, 3), "optimizer/0/exp_avg_sq": torch.rand(5, 3), **tensors}
-    return TrainState(tensors, {"nonfinite_by_design": [], "numbers": [1, 2.5, math.nan], "buffers": []})
+    return TrainState(tensors, {"born_bad": [], "numbers": [1, 2.5, math.nan], "buffers": []})
 
 
 def write(store, step, **tensors):
