@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config, and checks the parts that were handed over."""
+"""Builds the parts of a run from its config."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ class SafeTrainer(TrainerHooks):
         return self.stepper.next_index
 
     def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
-        """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""
+        """Check data, model and first steps before `fit()`, without changing any of them; see `safetrain.check`."""
         from ..preflight import check
 
         return check(self, only, budget)
@@ -388,7 +388,7 @@ class SafeTrainer(TrainerHooks):
         return self._session.recovery.repairs.go_back(to, skip_windows)[0]
 
     def guard(self, name: str) -> Any:
-        """The guard of that name; one that is not there yet is made with its defaults and put to work."""
+        """The guard of that name; one that the run does not have yet is added with its defaults."""
         return self.guards.named(name)
 
     def auxiliary_modules(self) -> list[nn.Module]:
