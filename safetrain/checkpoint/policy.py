@@ -80,7 +80,7 @@ class CheckpointPolicy:
     # ---- between steps -----------------------------------------------------------------------------------------
 
     def begin(self, resumed: Loaded | None) -> Verdict | None:
-        """Take up the state resumed from, or save the one that the run starts with: that it can be saved is known at once."""
+        """Load the state to resume from, or save the initial one, so that a state that cannot be saved is reported at once."""
         if self._saver is not None or self._config.snapshot_every is not None or self._config.save_final:
             check_dense(self._parts.model)
         problem = None
@@ -190,7 +190,7 @@ class CheckpointPolicy:
 
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
         config, sign = self._config, 1.0 if self._loop.monitor_mode == "min" else -1.0
-        # Of several of one step the last is the one: it also knows of the evaluation, or of the end of the epoch.
+        # Of several checkpoints of one step the last counts: it also knows of the evaluation, or of the end of the epoch.
         sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
         ranked = sorted((sign * m.metric, index) for index, (_, m) in enumerate(sound) if m.metric is not None)
         if ranked:
@@ -206,7 +206,7 @@ class CheckpointPolicy:
         return kept
 
     def _guarded(self, action: Callable[[], object], required: bool = False) -> Verdict | None:
-        """Do something that writes; what may go wrong ends the run only if it must."""
+        """Do something that writes; an OSError ends the run only if `required` or on_error=stop."""
         try:
             action()
         except BadState as bad:
@@ -247,7 +247,7 @@ class CheckpointPolicy:
         return None
 
     def close(self, error: BaseException | None) -> None:
-        """Join the writing thread, unless the user wants out at once; what it has not published then never existed."""
+        """Join the writing thread, unless the user interrupted; what it has not published then never existed."""
         ring, saver = self.snapshots, self._saver
         self._run.result.snapshots = {
             "num_taken": ring.num_taken,
@@ -280,7 +280,7 @@ class CheckpointPolicy:
     def _take_snapshot(self) -> Verdict | None:
         self._snapshot_steps = self._run.result.steps
         rejected_before, self.rejected = bool(self.rejected), {}
-        with _nothing_collected():
+        with _gc_paused():
             state = TrainState.gather(self._parts, self._run.result.steps)
             if self.snapshots.first is None:
                 self._fit_into_memory(state.num_bytes)
@@ -290,7 +290,7 @@ class CheckpointPolicy:
         if audit.problems:
             self.rejected = audit.problems
             what = ", ".join(f"{name} {problem}" for name, problem in list(self.rejected.items())[:5])
-            self._run.warn(f"no snapshot was taken at step {self._run.step}, the state looks odd: {what}")
+            self._run.warn(f"no snapshot was taken at step {self._run.step}, the state is suspicious: {what}")
         return None
 
     def _fit_into_memory(self, num_bytes: int) -> None:
@@ -336,7 +336,7 @@ class CheckpointPolicy:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """Without Python's garbage collector: with thousands of tensors it would start several times, and go through every object of
     the process, which takes longer than the rest."""
     was_enabled = gc.isenabled()

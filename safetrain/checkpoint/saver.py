@@ -66,10 +66,10 @@ class Saver:
 
     def _start(self, work: Callable[[], object]) -> None:
         # A daemon: a second Ctrl-C need not wait for it, and an unpublished checkpoint leaves nothing behind.
-        self._thread = threading.Thread(target=self._noting_errors, args=(work,), daemon=True)
+        self._thread = threading.Thread(target=self._run_catching, args=(work,), daemon=True)
         self._thread.start()
 
-    def _noting_errors(self, work: Callable[[], object]) -> None:
+    def _run_catching(self, work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:

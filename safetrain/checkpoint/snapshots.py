@@ -50,14 +50,14 @@ class Snapshot:
     """Committed steps since, without a refusal among them."""
     trusted: bool = False
     used: bool = False
-    """It was rolled back to before; trouble that comes again comes from it."""
+    """It was rolled back to before; if the trouble returns, it is suspect."""
 
 
 @dataclass(frozen=True)
 class SnapshotAudit:
     problems: dict[str, str] = field(default_factory=dict)
     is_fatal: bool = False
-    """No run should go on with it: a value that is not finite, a negative second moment, a growth beyond reason."""
+    """No run should go on with it: a value that is not finite, a negative second moment, an implausible growth."""
 
 
 class SnapshotRing:
@@ -144,7 +144,7 @@ class SnapshotRing:
                 snapshot.num_healthy = 0
 
     def pick(self, restart: bool = False) -> Snapshot | None:
-        """The snapshot to roll back to, and forget all newer ones: they are of a past that did not end well.
+        """The snapshot to roll back to, and forget all newer ones: they led to the trouble.
 
         The newest trusted one; an older one if that was rolled back to before; the very first one if none is left, or with
         `restart`. None if nothing was ever taken.

@@ -1,4 +1,4 @@
-"""Whether the tensors of a training state are sound: finite, no negative second moment, no growth beyond reason."""
+"""Whether the tensors of a training state are sound: finite, no negative second moment, no implausible growth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..tensors.sharded import any_dtensor, local
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 JUMP, FATAL_JUMP = 1e3, 1e6
 FLOORS = {"model": 1e-2, "extra": 1e-2, "ema": 1e-2, "optimizer": 1.0}
-"""What a tensor that was smaller counts as when jumps are looked for: zeros are meant to grow."""
+"""Smaller peaks count as this when looking for jumps: tensors that start at zero are expected to grow."""
 
 
 def is_second_moment(name: str) -> bool:
@@ -32,12 +32,12 @@ def peaks_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
             kinds.setdefault((real.device, real.dtype), {})[name] = real
     peaks: dict[str, tuple[float, float]] = {}
     for named in kinds.values():
-        peaks.update(zip(named, _ends(list(named.values())), strict=True))
+        peaks.update(zip(named, _extremes(list(named.values())), strict=True))
     return peaks
 
 
 @torch.no_grad()
-def _ends(tensors: list[Tensor]) -> Iterable[tuple[float, float]]:
+def _extremes(tensors: list[Tensor]) -> Iterable[tuple[float, float]]:
     ends = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)])
     numbers = iter(ends.cpu().double().numpy().tolist())  # one transfer for each kind of tensor
     return zip(numbers, numbers, strict=True)

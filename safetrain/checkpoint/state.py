@@ -65,7 +65,7 @@ class TrainState:
     rest: dict[str, Any]
     """Everything else, out of types that are safe to load."""
     shards: Path | None = None
-    """A directory with the tensors, which are not read yet: how they are spread over the processes depends on who reads them."""
+    """A directory with the tensors, which are not read yet: how they are sharded over the processes depends on who reads them."""
 
     @classmethod
     def gather(cls, parts: TrainingParts, num_committed: int = 0, progress: Stateful | None = None) -> TrainState:
@@ -137,7 +137,7 @@ class TrainState:
         progress.load_state_dict(from_loadable(self.rest["progress"]))
 
     def own_part(self) -> dict[str, Any]:
-        """What is different in each process of a run: small, and beside that the buffers of a model that is spread over them."""
+        """What is different in each process of a run: small, and beside that the buffers of a model that is sharded over them."""
         part = {"random": self.rest["random"]}
         if "progress" in self.rest:
             part["data"] = self.rest["progress"]["data"]
@@ -221,7 +221,7 @@ class TrainState:
             put(parameter, saved)
         for name, module, key in _buffers(model):
             if name not in saved_buffers:
-                module._buffers[key] = None  # it came into being after the state was saved
+                module._buffers[key] = None  # it was created after the state was saved
         for name, saved in saved_buffers.items():
             path, _, key = name.rpartition(".")
             current = modules[path]._buffers.get(key)
@@ -249,7 +249,7 @@ class TrainState:
             raise CheckpointError(
                 f"the saved state does not fit this optimizer: {error}.\nTo fix: build the same optimizer as the run that saved it."
             ) from error
-        # Loading casts moments to their parameter's type; they go on with the bits they had.
+        # Loading casts moments to their parameter's type; the exact bits are put back.
         for name, (index, key) in saved["tensors"].items():
             loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
             if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:

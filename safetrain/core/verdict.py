@@ -35,7 +35,7 @@ class Doubt(enum.Enum):
     """
 
     LAST_GOOD_BATCH = "last_good"
-    """The batch that was committed last has become bad too."""
+    """The batch that was committed last is bad now too."""
     SINCE_START = "start"
     """The weights that training began with give a better loss on this very step."""
 

@@ -42,6 +42,7 @@ PROTOCOL = {
     "judge": "judge(self, view) -> Verdict",
     "explains": "explains(self, view) -> bool",
     "learn": "learn(self, view, decision)",
+    "records": "records(self) -> list",
     "state_dict": "state_dict(self) -> dict",
     "load_state_dict": "load_state_dict(self, state)",
 }
@@ -154,6 +155,10 @@ class Guard:
 
     def learn(self, view: StepView, decision: Decision) -> None:
         """Update baselines. Called for committed steps only, so refused values can never spoil them."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """What it has recorded of the committed steps before; goes into an incident's bundle with its verdict's `recording`."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """What `learn` has learned, as plain numbers, strings, lists and dicts."""

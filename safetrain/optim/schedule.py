@@ -75,6 +75,13 @@ class Schedule:
         if self.needs_metric:
             self.scheduler.step(metric)
 
+    def failed_after(self, step: int) -> str:
+        """The message for `error`."""
+        return (
+            f"the schedule {type(self.scheduler).__name__} failed after step {step}: {self.error}\n"
+            "To fix: make it for as many steps as the run takes (loop.max_steps)."
+        )
+
     def state_dict(self) -> Any:
         """The scheduler's own state; None if there is no scheduler, or if it keeps no state."""
         return self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None

@@ -66,10 +66,10 @@ def attribute(case: RefusedStep, step: Step, own: Diagnosis | None) -> Diagnosis
             f" ({name_ranks(guilty[1:])} too, on {'their' if len(guilty) > 2 else 'its'} own)" if guilty[1:] else ""
         )
         innocent = [r for r in range(len(findings)) if r not in guilty]
-        arrived = f"; to {name_ranks(innocent)} the value came from there" if innocent else ""
+        arrived = f"; {name_ranks(innocent)} received the value from there" if innocent else ""
         diagnosis.cause.explanation += f"; on rank {chosen}{others}{arrived}"
     else:
-        diagnosis.cause = Cause("unknown", _nobody(reports, diagnosis))
+        diagnosis.cause = Cause("unknown", _not_reproduced(reports, diagnosis))
     return diagnosis
 
 
@@ -105,7 +105,7 @@ def _rank_records(reports: RankReports, findings: Sequence[Finding], guilty: Seq
     return about
 
 
-def _nobody(reports: RankReports, diagnosis: Diagnosis) -> str:
+def _not_reproduced(reports: RankReports, diagnosis: Diagnosis) -> str:
     bad = [rank for rank, loss in enumerate(reports.losses) if not math.isfinite(loss)]
     where = f" (it was on {name_ranks(bad)})" if bad else ""
     return f"no rank's part of the step is non-finite when it is run again{where}: the fault did not reproduce"

@@ -37,6 +37,8 @@ class RunRecord(Protocol):
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident: ...
 
+    def stepped(self, view: StepView, decision: Decision, outcome: str) -> None: ...
+
     def open_bundle(self, incident: Incident) -> Path | None: ...
 
 
@@ -162,12 +164,13 @@ class Investigator:
 
     def _flight_records(self, case: RefusedStep) -> dict[str, Any]:
         """What guards have recorded of the steps before, and measured in this one, by guard."""
-        records = {guard.name: guard.records() for guard in self._step.guards if hasattr(guard, "records")}
-        verdicts = case.decision.verdicts
-        return {
-            name: {"before": before, "refused": verdicts[name].recording if name in verdicts else None}
-            for name, before in records.items()
-        }
+        found = {}
+        for guard in self._step.guards:
+            verdict = case.decision.verdicts.get(guard.name)
+            before, refused = guard.records(), None if verdict is None else verdict.recording
+            if before or refused is not None:
+                found[guard.name] = {"before": before, "refused": refused}
+        return found
 
     def state_dict(self) -> list[list[Any]]:
         return [[*place, *first] for place, first in self.known.items()]

@@ -74,7 +74,7 @@ class Ladder:
         return steps if span is None else [each for each in steps if each > step - span]
 
     def _allowed(self, rung: Rung) -> bool:
-        is_ours = type(rung) in RUNGS.values()  # who puts one of their own on the ladder has allowed it
+        is_ours = type(rung) in RUNGS.values()  # a user's own rung is allowed by being listed
         return not (rung.changes_the_computation and is_ours) or rung.name in self.config.heal
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,6 +94,6 @@ def make_rung(name: str) -> Rung:
     found = import_target(name)
     if not (isinstance(found, type) and issubclass(found, Rung)):
         raise ConfigError(
-            f"recovery.ladder: {name!r} is not a rung; let it be a subclass of safetrain.recovery.Rung with fits and climb"
+            f"recovery.ladder: {name!r} is not a rung; make it a subclass of safetrain.recovery.Rung with fits and climb"
         )
     return found()

@@ -1,4 +1,4 @@
-"""What was good lately: to tell a bad batch from a bad state."""
+"""What was good recently: to tell a bad batch from a bad state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..core.history import Recent
 
 
 class LastGood:
-    """The window committed last, one committed some steps before, and the losses of the steps committed lately.
+    """The window committed last, one committed some steps before, and the losses of the steps committed recently.
 
-    The newest alone would not do: the update that spoils the state for everything else is made to lower its loss.
+    The newest window is not enough: an update that ruins the state for other data still lowers the loss of its own window.
     """
 
     MEMORY = 20
@@ -28,7 +28,7 @@ class LastGood:
         self._lowest = math.inf
 
     def forget(self) -> None:
-        """The run went back: what was good lately is no longer of this state."""
+        """After a rollback, recent windows say nothing about this state."""
         self.window = self.earlier = self._next = ()
         self._losses.clear()
 
@@ -43,7 +43,7 @@ class LastGood:
             self._first = loss
 
     def is_as_good(self, loss: float) -> bool:
-        """Whether the loss of a window now is within what was usual lately; never for NaN."""
+        """Whether the loss of a window now is within what was usual recently; never for NaN."""
         usual = self._losses.largest
         return loss <= usual + 0.5 * abs(usual) + 1e-6
 

@@ -1,8 +1,8 @@
 """Where a step went bad, for a model that no rank can run without the others: sharded by FSDP2, or with SyncBatchNorm.
 
-All ranks run the step once more at the same time, forward and backward to the end whatever comes out, and each watches the
+All ranks run the step once more at the same time, through forward and backward whatever the values, and each watches the
 modules that its own window goes through. That finds the module, not the operation: tracing every operation, searching samples
-and trying remedies would take more passes on one rank than on another, and the others would wait for ever.
+and trying remedies would take more passes on one rank than on another, and the others would hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .refused_step import RefusedStep
 
 
 def locate(step: Step, case: RefusedStep) -> Diagnosis | None:
-    """What this rank's part of the step has to do with it. Every rank must ask; None if the step raised."""
+    """What this rank's part of the step has to do with it. Every rank must call it; None if the step raised."""
     if case.view.error is not None:
         return None
     assert isinstance(step.exchange, JointExchange)
@@ -51,7 +51,7 @@ class _Watch:
         self._micro_batch = 0
         self._in_backward = False
         self._last_finite = LOSS
-        """Where the gradient came from, on its way back."""
+        """The last module whose gradient was finite."""
         self._hooks = ExitStack()
 
     def forward(self, micro_batch: int) -> None:
@@ -79,7 +79,7 @@ class _Watch:
                 self.found = self._made_by(name, inputs, outputs)
             for leaf in outputs:
                 if leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: self._came_back(name, gradient))  # type: ignore[no-untyped-call]
+                    leaf.register_hook(lambda gradient: self._gradient_seen(name, gradient))  # type: ignore[no-untyped-call]
 
         return watch
 
@@ -102,7 +102,7 @@ class _Watch:
             samples=samples,
         )
 
-    def _came_back(self, name: str, gradient: Tensor) -> None:
+    def _gradient_seen(self, name: str, gradient: Tensor) -> None:
         if self.found is not None or not self._in_backward:
             return
         if not kind_of(gradient):
@@ -152,7 +152,7 @@ def _in_state(case: RefusedStep) -> Diagnosis | None:
 def _in_loss(losses: Sequence[Tensor]) -> Diagnosis | None:
     for index, loss in enumerate(losses):
         if kind_of(loss):
-            explanation = "every module's output is finite and the loss is not: it is made by the loss function"
+            explanation = "every module's output is finite and the loss is not: it comes from the loss function"
             return Diagnosis(
                 signal="loss",
                 micro_batch=index,

@@ -8,11 +8,13 @@ from typing import Any
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
-from ..core.verdict import Decision
+from ..core.incident import Incident
+from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
 from ..data.quarantine import Quarantine
 from ..data.stream import BatchStream
 from ..guards.islands import Islands
+from ..step.deferred import Late
 from ..step.step import Step
 from ..tensors.rng import RandomState
 from .investigation import Investigator, RunRecord
@@ -48,7 +50,7 @@ class Recovery:
         random_state: RandomState,
         is_late: bool = False,
     ) -> RefusedStep:
-        """Do something about a step that was attempted and undone."""
+        """Recover from a step that was attempted and undone."""
         case = self._open(
             RefusedStep(view, decision, window, random_state, self._run.open_incident(view, decision), is_late)
         )
@@ -64,13 +66,36 @@ class Recovery:
         return case
 
     def resolve_bad_state(self, view: StepView, decision: Decision) -> RefusedStep:
-        """Do something about a state that was found to be wrong between two steps."""
+        """Recover from a state that was found to be wrong between two steps."""
         incident, random_state = self._run.open_incident(view, decision), self._step.transaction.random_state
         case = self._open(RefusedStep(view, decision, [], random_state, incident, is_step=False))
         with self._run.phase("recovery", f"recovering after step {view.step}"):
             self.investigator.describe_state(case)
             self._climb(case)
         return case
+
+    def resolve_late(self, late: Late) -> RefusedStep:
+        """Recover from a deferred step that was refused when its numbers were read."""
+        view, decision, pending = late.view, late.decision, late.pending
+        if decision.action is Action.STOP and not late.was_bad:  # the update is already in the weights
+            self._run.stepped(view, decision, "commit")
+            why = Verdict(reason=late.why_applied)
+            return self.resolve_bad_state(view, merge([*decision.verdicts.items(), ("loop", why)]))
+        self._step.transaction.begin()  # a replay is undone to the present state, not to the one before the newest step
+        return self.resolve(view, decision, pending.window, pending.random_state, is_late=True)
+
+    def open_too_late(self, late: Late) -> Incident | None:
+        """The incident of a deferred step that was committed, and that a guard would have refused."""
+        refusals = [
+            (name, verdict) for name, verdict in late.decision.verdicts.items() if verdict.action is Action.SKIP
+        ]
+        if not refusals:
+            return None
+        incident = self._run.open_incident(late.view, merge(refusals))
+        why = f"{late.why_applied}, so it could not be skipped; only what is not finite is skipped in time"
+        incident.decision.action = str(Action.COMMIT)
+        incident.decision.reasons = [*incident.decision.reasons, why]
+        return incident
 
     def _open(self, case: RefusedStep) -> RefusedStep:
         case.num_committed = self._run.result.steps
@@ -82,7 +107,7 @@ class Recovery:
         case.resolution = self._count_samples(case, self.ladder.resolve(case, self.repairs))
 
     def _count_samples(self, case: RefusedStep, resolution: Resolution) -> Resolution:
-        """Note which samples of the data set the incident is about; those that come again and again are left out later."""
+        """Note which samples of the data set the incident is about; those that keep coming back are left out later."""
         stream = self._stream
         if case.is_late or not case.is_step or (ids := stream.ids(case.window)) is None:
             return resolution

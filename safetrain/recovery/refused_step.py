@@ -44,7 +44,7 @@ class RefusedStep:
     local_blame: LocalBlame | None = None
     """With several processes: which samples of this one's window are at fault."""
     resolution: Resolution | None = None
-    """What was done about it in the end; None if it was refused without need, and is committed."""
+    """What was done about it in the end; None if it was refused unnecessarily, and is committed."""
     committed: tuple[StepView, Decision] | None = None
     """Of the repaired step, once it was committed."""
 
@@ -111,7 +111,7 @@ class RefusedStep:
 
     @property
     def wants_restart(self) -> bool:
-        """Training has led nowhere yet, so there is nothing to go back to but the beginning."""
+        """No progress yet, so there is nothing to go back to but the beginning."""
         if any(v.restart for v in self.decision.verdicts.values()):
             return True
         return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data

@@ -47,14 +47,14 @@ class Repairs:
                 with step.exchange.alone(step):
                     measurement = step.attempt([batch], divisor=len(case.window))
                 finite.append(torch.isfinite(measurement.losses_and_norm()).all())
-            except Exception:  # the other ranks count on an answer
+            except Exception:  # the other ranks wait for an answer
                 finite.append(torch.zeros((), dtype=torch.bool, device=step.device))
             step.undo(case.view.loss_scale)
         shares = step.exchange.mean(torch.stack(finite).float()).tolist()
         return [index for index, share in enumerate(shares) if share < 1.0]
 
     def accept_if_harmless(self, case: RefusedStep) -> list[str] | None:
-        """Commit a step that was refused without need; it is no incident then. Returns what to warn of, or None if it was
+        """Commit a step that was refused unnecessarily; it is no incident then. Returns what to warn of, or None if it was
         refused with reason."""
         if names := self._has_harmless_buffer(case):
             what = f"{', '.join(names)} is not finite; nothing depends on it, so it is not watched"
@@ -125,7 +125,7 @@ class Repairs:
         step, good = self._step, self.last_good
         if not good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
-        for window, name in ((good.window, "the last good batch"), (good.earlier, "a good batch of a few steps ago")):
+        for window, name in ((good.window, "the last good batch"), (good.earlier, "a good batch from a few steps ago")):
             if not window:
                 continue
             with undisturbed_rng():
@@ -135,7 +135,7 @@ class Repairs:
             if step.exchange.any_rank(peak is not None and not math.isfinite(float(peak))):
                 return f"{name} makes a buffer non-finite too: the state is at fault, not the data"
             if not good.is_as_good(loss):
-                return f"{name} has become bad too (loss {loss:.4g}): the state is at fault, not the data"
+                return f"{name} is bad now too (loss {loss:.4g}): the state is at fault, not the data"
         return None
 
     def _mean_loss(self, window: Sequence[Any]) -> float:
@@ -145,7 +145,7 @@ class Repairs:
             with torch.no_grad(), step.exchange.alone(step), step.patches.scope:
                 losses = [step.forward(copied(batch))[0] for batch in window]
             loss = torch.stack([loss.float() for loss in losses]).mean()
-        except Exception:  # the other ranks count on an answer
+        except Exception:  # the other ranks wait for an answer
             loss = torch.full((), math.nan, device=step.device)
         return float(step.exchange.mean(loss))
 

@@ -33,7 +33,7 @@ class Rung:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if "budget_name" not in vars(cls):
             cls.budget_name = cls.name
-        if cls.__module__ == __name__:  # one of the user's hides none of ours
+        if cls.__module__ == __name__:  # a user's rung must not replace a built-in one
             RUNGS[cls.name] = cls
 
     def budget(self, config: RecoveryConfig) -> int:
@@ -53,7 +53,7 @@ class Retry(Rung):
     """A fault that does not reproduce: run the very same step once more."""
 
     def fits(self, case: RefusedStep) -> bool:
-        # Without a replay there is no knowing, and trying is how to find out.
+        # Without a replay it is unknown whether the fault reproduces; trying finds out.
         return case.is_non_finite and not case.is_late and case.incident.replay.reproduced is not True
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
@@ -143,7 +143,7 @@ class Patch(Rung):
 
 
 class Skip(Rung):
-    """Leave the step out, as long as the last good batch shows that the state is sound."""
+    """Skip the step, as long as the last good batch shows that the state is sound."""
 
     def budget(self, config: RecoveryConfig) -> int:
         return config.max_refusals + 1  # the bound on all refusals comes first, and says so

@@ -2,7 +2,7 @@
 
 A fused optimizer skips a bad update on the device (`optimizer.found_inf`), so the host need not know yet. It learns up to
 `loop.host_read_every` steps later, with the right step numbers. Until then the schedule runs as if every step had been
-committed; it is put right when the numbers arrive.
+committed; it is corrected when the numbers arrive.
 
 All that the device can decide is whether a number is finite. A step that needs more is judged on the host at once.
 """
@@ -52,6 +52,8 @@ class Late(NamedTuple):
     pending: Pending
     was_bad: bool
     """The device skipped its update."""
+    why_applied: str
+    """For people: why a refusal comes too late."""
 
 
 class Deferral:
@@ -66,6 +68,7 @@ class Deferral:
         the host sooner, before something is saved say, changes no number."""
         self._schedule: tuple[Any, list[dict[str, Any]]] | None = None
         self._last_view: StepView | None = None
+        self._why_applied = f"the step was applied before its numbers were read (loop.host_read_every={every})"
         self.is_on = every > 1
         if self.is_on:
             self._check()
@@ -164,7 +167,7 @@ class Deferral:
         """Read the numbers of all pending steps in one transfer, and give them to the functions in their order.
 
         `refused` returns what was done about the step. `undone` is for steps that nobody judges any more, with their outcome:
-        those after a rollback, and all that are left when the run ends. True: one of them made the run go back.
+        those after a rollback, and all that are left when the run ends. True: one of them caused a rollback.
         """
         pending, self._pending, self._step.num_pending = self._pending, [], 0
         num_committed = 0
@@ -177,7 +180,7 @@ class Deferral:
                     undone(view, UNDONE, "rollback")
                     continue
                 decision = self._decide(view, was_bad, each.lr_scale)
-                late = Late(view, decision, each, was_bad)
+                late = Late(view, decision, each, was_bad, self._why_applied)
                 if decision.action is Action.COMMIT:
                     num_committed += 1
                     committed(late)
@@ -219,16 +222,6 @@ class Deferral:
         step = self._step
         return StepView(**each.view_fields, **values, **step.history.view_fields(), bad_state=step.audit.bad_state)
 
-    @staticmethod
-    def too_late(decision: Decision) -> Decision | None:
-        """What guards refuse of a step that was applied before its numbers were read; None if they refuse nothing."""
-        refusals = [(name, verdict) for name, verdict in decision.verdicts.items() if verdict.action is Action.SKIP]
-        return merge(refusals) if refusals else None
-
-    @property
-    def too_late_reason(self) -> str:
-        return f"the step was applied before its numbers were read (loop.host_read_every={self._every})"
-
     def _next_lr_scale(self) -> float:
         view = self._last_view
         assert view is not None
@@ -243,7 +236,7 @@ class Deferral:
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
-        decision = self._step.judge(view).undoubted  # a doubt is settled by a look at the step, which is gone
+        decision = self._step.judge(view).undoubted  # a doubt can only be checked on the step itself, which is over
         if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
             verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})

@@ -1,6 +1,6 @@
 """What a step exchanges with the other ranks: before the step, after its last forward, and before a refusal.
 
-`Exchange` is the one for a process without other ranks: it has nobody to wait for. `joint.JointExchange` is the one for many.
+`Exchange` is the one for a process without other ranks: there is nothing to exchange. `joint.JointExchange` is the one for many.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ class RunStatus(Protocol):
 
     def trail(self) -> int:
         """A checksum of everything decided so far; equal on all ranks as long as they decide alike."""
+
+
+class AttemptWatch(Protocol):
+    """Follows an attempt from outside."""
+
+    def forward(self, micro_batch: int) -> None:
+        """Before the forward of this micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Before its backward, with its detached loss."""
 
 
 class Exchange:
@@ -75,7 +85,7 @@ class Exchange:
         """Before a step: the buffers of rank 0 on every rank."""
 
     def begin_attempt(self, step: Step, window: Sequence[Any]) -> None:
-        """Before the first forward. Raises what is left of the attempt before."""
+        """Before the first forward. Raises an error left over from the previous attempt."""
 
     def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch: only the last backward exchanges gradients."""
@@ -89,11 +99,11 @@ class Exchange:
         window: Sequence[Any],
         is_last: bool,
     ) -> None:
-        """After the last forward: send this rank's numbers; nobody waits yet."""
+        """After the last forward: start sending this rank's numbers, without waiting."""
 
     def stand_in(self, step: Step, error: Exception, window: Sequence[Any]) -> None:
-        """This rank raised: take part in what the others still exchange. Raises, on all ranks, unless they count on this rank
-        already; its gradients are then NaN."""
+        """This rank raised: take part in what the others still exchange. Raises, on all ranks, unless this rank has
+        already reported a finished forward; its gradients are then NaN."""
         raise error
 
     def measured(
@@ -118,7 +128,7 @@ class Exchange:
         return step.explains(view)
 
     def is_abandoned(self, error: Exception) -> bool:
-        """The run is to end, and some rank has no window for this step any more: it never happened."""
+        """The run is to end, and some rank has no window for this step any more: the step is dropped."""
         return False
 
     # ---- around the steps --------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class NoWindow(list[Any]):
 
 
 class Abandoned(Exception):
-    """The run is to end, and some rank has no window for this step any more: it never happened."""
+    """The run is to end, and some rank has no window for this step any more: the step is dropped."""
 
 
 class JointMeasurement(Measurement):
@@ -83,7 +83,7 @@ class JointExchange(Exchange):
 
     @contextmanager
     def reports_kept(self) -> Iterator[None]:
-        """An attempt inside is only a look at the step: `reports` are those of the attempt before it."""
+        """An attempt inside does not replace `reports`."""
         reports = self._numbers.reports
         try:
             yield
@@ -166,7 +166,7 @@ class JointExchange(Exchange):
         if self.reports.in_state(RankState.FAILED, RankState.FATAL):
             self._fail(step, None)
         if self.reports.in_state(RankState.END):
-            self._uneven(step)
+            self._raise_uneven_data(step)
         numbers = self._numbers.means(len(losses))
         late, error = self._numbers.late_signals(step, on_device)
         if self.reports.in_state(RankState.FATAL):
@@ -233,18 +233,18 @@ class JointExchange(Exchange):
         first = next(failure for failure in failures if failure is not None)
         raise first.as_error(f"at step {step.index}")
 
-    def _uneven(self, step: Step) -> NoReturn:
+    def _raise_uneven_data(self, step: Step) -> NoReturn:
         if self.reports.signal is not None:
             raise Abandoned
         ended, others = self.reports.in_state(RankState.END), self.reports.in_state(RankState.STEP)
         raise DataError(
             f"{name_ranks(ended)} had no more data at step {step.next_index}, in epoch {step.history.epoch}, while "
             f"{name_ranks(others)} had.\nTo fix: give every rank the same number of batches; a Dataset or a list of batches is "
-            "shared out evenly by itself."
+            "split evenly automatically."
         )
 
     def _reset_replicas(self, step: Step) -> None:
-        """A reducer that did not come to the end of its step cannot be used again."""
+        """A DDP reducer whose backward did not finish cannot be used again."""
         step.transaction.restore()
         step.clear_gradients()
         self.renew(step)
@@ -274,7 +274,7 @@ class JointExchange(Exchange):
         if self.reports.in_state(RankState.FAILED, RankState.FATAL):
             self._fail(step, None)
         if self.reports.signal is None:
-            self._uneven(step)
+            self._raise_uneven_data(step)
 
     @property
     def has_gradient_order(self) -> bool:
@@ -305,7 +305,7 @@ class JointExchange(Exchange):
         self._numbers.last_norm, self._numbers.reports = 0.0, replace(self.reports, rows=())
 
     def replays_alone(self, model: nn.Module) -> bool:
-        # Not if its forward pass itself talks to the other ranks.
+        # Not if its forward pass itself communicates with the other ranks.
         return not (is_sharded(model) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()))
 
     def own_loss(self, view: StepView) -> float | None:
@@ -344,12 +344,12 @@ class JointExchange(Exchange):
             self.link.watchdog.failed(f"{type(error).__name__}: {error}")
             raise
         finally:
-            step.called = step.model  # a live DDP model can hang the end of its process group
+            step.called = step.model  # destroying the process group can hang while a DDP model is alive
             self._machine.close()
 
     def _leave_together(self) -> None:
         with suppress(Exception):
-            self.link.gather(None, "waiting for the other ranks to come to their end")
+            self.link.gather(None, "waiting for the other ranks to finish")
 
 
 def _sendable(decision: Decision) -> Decision:

@@ -45,13 +45,13 @@ class RankNumbers:
         self._values: Values = {}
         self._early_guards: list[Guard] = []
         self._late_guards: list[Guard] = []
-        self._highest: set[str] = set()
+        self._max_signals: set[str] = set()
 
     def begin_run(self, guards: Iterable[Guard]) -> None:
         measuring = [guard for guard in guards if type(guard).measure is not Guard.measure]
         self._early_guards = [guard for guard in measuring if _is_early(guard)]
         self._late_guards = [guard for guard in measuring if not _is_early(guard)]
-        self._highest = {f"signal/{guard.name}." for guard in measuring if guard.over_ranks == "max"}
+        self._max_signals = {f"signal/{guard.name}." for guard in measuring if guard.over_ranks == "max"}
 
     def begin_attempt(self) -> None:
         self._sent, self._values = None, {}
@@ -61,7 +61,7 @@ class RankNumbers:
         return self._sent is not None
 
     def send(self, run: RunStatus, state: RankState, values: Values | None = None) -> None:
-        """Begin to exchange them; nobody waits yet."""
+        """Begin to exchange them; without waiting."""
         self._values = values or {}
         unknown = self._layout.num_unknown(self._values)
         status = RankStatus(
@@ -136,7 +136,7 @@ class RankNumbers:
         self.reports = RankReports(statuses, rows)
         if diverged := self.reports.diverged:
             raise RankError(
-                f"the ranks have come apart before step {step.index}: {name_ranks(diverged)} went through other decisions or "
+                f"the ranks have diverged before step {step.index}: {name_ranks(diverged)} made other decisions or had "
                 "other gradients than rank 0.\nTo fix: look for what differs between ranks (a guard, a hook or a model that "
                 "depends on the rank or on the local batch), then resume."
             )
@@ -144,7 +144,7 @@ class RankNumbers:
 
     def _signals(self, rows: Sequence[Row]) -> dict[str, float]:
         def value(name: str) -> float:
-            is_peak = any(name.startswith(prefix) for prefix in self._highest)
+            is_peak = any(name.startswith(prefix) for prefix in self._max_signals)
             return largest_over(rows, name) if is_peak else mean_over(rows, name)
 
         return _named(rows, "signal/", value)

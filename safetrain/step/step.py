@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,13 @@ from ..forensics.patches import Patches
 from ..forensics.raised import is_numeric
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
+from ..optim.parameters import all_parameters
 from ..optim.schedule import Schedule, scaled_lr
 from ..precision.mixed import Precision
 from ..tensors import gradients
 from ..tensors.nest import same_nest
 from .audit import Audit
-from .exchange import Exchange
+from .exchange import AttemptWatch, Exchange
 from .history import History
 from .measurement import Measurement
 from .transaction import Transaction
@@ -46,16 +47,6 @@ class Outcome(enum.Enum):
     """fp16: the scaler's own way of skipping a step. Its scale is lower now, and nothing else has moved."""
     RUINED = "ruined"
     """The update made the state non-finite, and was taken back."""
-
-
-class AttemptWatch(Protocol):
-    """Follows an attempt from outside."""
-
-    def forward(self, micro_batch: int) -> None:
-        """Before the forward of this micro-batch."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Before its backward, with its detached loss."""
 
 
 class Step:
@@ -87,7 +78,7 @@ class Step:
         self.num_pending = 0
         """Steps applied whose numbers the host does not know yet; the step being attempted comes after them."""
         self.careful_steps = 0
-        """Committed steps whose update is still to be checked before it counts, because one has ruined the state before."""
+        """Steps left whose update is audited before it is kept, after one has made the state non-finite."""
         self.unlogged: list[str] | None = None
         """Names of what the first forward returned that cannot be logged as a metric; None before it."""
         self.auxiliary_modules: list[nn.Module] = []
@@ -280,7 +271,7 @@ class Step:
             self.optimizer.step()
 
     def advance(self, refused: Tensor | None = None) -> None:
-        """What moves with the weights. `refused` (0-d bool): whether they did is known on the device only."""
+        """Move what goes with the weights: loss scale, schedule, EMA. `refused` (0-d bool): whether they did is known on the device only."""
         self.precision.update_scale()
         self.schedule.step()
         if self.ema is not None:
@@ -300,7 +291,7 @@ class Step:
         return merge([("update", Verdict(action, reason=reason, evidence={"signal": "update", "value": math.nan}))])
 
     def undo(self, loss_scale: float) -> None:
-        """As if the step had never been: what its forward pass wrote, the loss scale, the gradients."""
+        """Undo the step: what its forward pass wrote, the loss scale, the gradients."""
         self.transaction.restore()
         self.precision.keep_scale(loss_scale)
         self.clear_gradients()
@@ -330,11 +321,3 @@ class Step:
                 break
         self.undo(refused.loss_scale)
         return None
-
-
-def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The model's parameters in its own order, then those that only the optimizer has (of a loss with weights, say)."""
-    unique = {id(p): p for p in model.parameters()}
-    for group in optimizer.param_groups:
-        unique.update({id(p): p for p in group["params"] if id(p) not in unique})
-    return list(unique.values())

@@ -29,15 +29,15 @@ _NO_BUFFERS: dict[str, Tensor | None] = {}
 class Transaction:
     """Copies every buffer before a step. Parameters and batches are copied only if the step writes to them.
 
-    Which it does is found out in the first step, of which everything is copied; later, by their version counters.
+    Which of these a step writes to is found in the first step, for which everything is copied; later, by their version counters.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor] = ()) -> None:
-        """`parameters`: those that a step may write to beside the model's."""
+        """`parameters`: those that a step may write to besides the model's."""
         self._roots = {"": model}
         self._extra_parameters = list(parameters)
         self.nonfinite_by_design: set[str] = set()
-        """Buffers, and parameters that are not trained, that held NaN or Inf when they came to be: sentinels, masks and
+        """Buffers, and parameters that are not trained, that held NaN or Inf when they were created: sentinels, masks and
         observers do so on purpose."""
         self._known: set[str] = set()
         self._buffers = SavedTensors()
@@ -47,7 +47,7 @@ class Transaction:
         self._weights = SavedTensors()
         """Of the parameters that forward was seen to write to."""
         self._lost: list[str] = []
-        """Parameters that this step wrote to before anybody knew that it does."""
+        """Parameters that this step wrote to that had not been seen written before."""
         self._batch: list[Tensor] = []
         self._batch_values: list[Tensor] | None = None
         self.writes_batch = False
@@ -160,7 +160,7 @@ class Transaction:
     def restore(self, replayed: bool = False) -> None:
         """All as it was at `begin`, but for the random stream: that goes on, so no dropout mask is drawn twice.
 
-        `replayed`: the step was restored before, and then replayed by someone who puts weights back.
+        `replayed`: the step was restored before, and then replayed by forensics, which restores the weights itself.
         """
         for held, before in zip(self._held, self._contents, strict=True):
             if isinstance(held, dict):  # those of a scripted module are fixed
@@ -206,7 +206,7 @@ class Transaction:
             self._lost = []
 
     def expect_weights(self) -> None:
-        """Someone else moved the weights and put them back: that was no write of the step's."""
+        """Other code changed and restored the weights: do not count that as a write of this step."""
         self._versions = list(map(_VERSION, self._unwritten))
 
     def rewind(self) -> None:
@@ -272,7 +272,7 @@ class Transaction:
         return peak([tensor for _, tensor in self.buffers_now()])
 
     def buffers_now(self) -> list[tuple[str, Tensor]]:
-        """Floating-point buffers that were finite when they came to be, and the parameters that forward writes to."""
+        """Floating-point buffers that were finite when they were created, and the parameters that forward writes to."""
         found: list[tuple[str, Tensor]] = []
         if self._buffers.are(_tensors(self._held)):
             return self._watched + self._written_weights(lambda weight: weight.detach())

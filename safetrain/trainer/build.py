@@ -24,7 +24,6 @@ from ..guards import REGISTRY, Guard
 from ..guards.islands import LOSS, Islands
 from ..precision.autocast import AUTOCAST_DTYPES
 from ..precision.compiled import note_compiled
-from ..precision.mixed import Precision
 from ..step.exchange import Exchange
 from ..step.joint import JointExchange
 from ..tensors.module_globs import matching
@@ -34,7 +33,7 @@ from .fsdp import keep_sharded, shard_model
 
 
 def open_machine(loop: LoopConfig) -> Machine:
-    """The machine to train on. That the processes cannot reach each other is a matter of how they were started."""
+    """The machine to train on. That the processes cannot reach each other is a launch error."""
     try:
         machine = Machine(loop.device, num_processes=loop.num_processes, rank_timeout_seconds=loop.rank_timeout_seconds)
     except DistNetworkError as error:
@@ -48,10 +47,6 @@ def open_machine(loop: LoopConfig) -> Machine:
         raise UsageError(f"{problem}.\nTo fix: {fix}.") from error
     machine.check_launch(loop.precision, shards_model=loop.strategy == "fsdp")
     return machine
-
-
-def open_precision(model: nn.Module, machine: Machine, loop: LoopConfig) -> Precision:
-    return Precision(loop.precision, machine.device, model)
 
 
 def open_exchange(machine: Machine) -> Exchange:
@@ -76,7 +71,10 @@ def prepare_model(
         backend = "inductor" if loop.compile is True else loop.compile
         called = torch.compile(model, backend=backend)  # type: ignore[assignment]
         note_compiled(model, called)
-    return machine.replicate(called) if machine.world_size > 1 and not is_sharded(model) else called
+    if machine.world_size > 1 and not is_sharded(model):
+        called = machine.replicate(called)
+    _separate_random_streams(machine.rank)
+    return called
 
 
 def _island_names(model: nn.Module, guards: Iterable[Guard]) -> list[str]:
@@ -85,32 +83,31 @@ def _island_names(model: nn.Module, guards: Iterable[Guard]) -> list[str]:
     return list(matching(model, globs, "guards.islands.modules"))
 
 
-def separate_random_streams(rank: int) -> None:
+def _separate_random_streams(rank: int) -> None:
     """From here on each rank draws its own random numbers; those of rank 0 are the ones of a single process."""
     if rank > 0:
         seed_everything((torch.initial_seed() + rank * 1_000_003) % 2**63)
 
 
-def open_training_data(data: Any, config: Config, machine: Machine) -> BatchStream:
-    return open_stream(
-        data,
-        config.data,
-        shuffle=config.data.shuffle,
-        seed=config.seed or 0,
-        device=machine.device,
-        rank=machine.rank,
-        world_size=machine.world_size,
-    )
-
-
-def open_evaluation_data(data: Any, config: Config, machine: Machine) -> BatchStream:
-    """All of it, in its order, on every rank."""
-    whole, seed = dataclasses.replace(config.data, drop_last=False), config.seed or 0
-    return open_stream(data, whole, shuffle=False, seed=seed, device=machine.device, what="evaluation data")
+def open_data(
+    train: Any, evaluation: Any, config: Config, machine: Machine, are_built: bool
+) -> tuple[BatchStream, BatchStream | None]:
+    """Streams over the training and the evaluation data, which is read whole, in its order, on every rank. `are_built`: by
+    `build_data`, which may return both."""
+    if are_built and isinstance(train, tuple) and len(train) == 2:
+        train, built = train
+        evaluation = built if evaluation is None else evaluation
+    data, seed = config.data, config.seed or 0
+    rank, world_size, device = machine.rank, machine.world_size, machine.device
+    stream = open_stream(train, data, shuffle=data.shuffle, seed=seed, device=device, rank=rank, world_size=world_size)
+    if evaluation is None:
+        return stream, None
+    whole = dataclasses.replace(data, drop_last=False)
+    return stream, open_stream(evaluation, whole, shuffle=False, seed=seed, device=device, what="evaluation data")
 
 
 def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> list[Guard]:
-    """The guards of a config, and others beside them; one of the same name takes the place of the configured one."""
+    """The guards of a config, plus extra ones; one of the same name takes the place of the configured one."""
     guards: dict[str, Guard] = {}
     for name, given in options.items():
         if given is None:
@@ -139,6 +136,13 @@ def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> lis
         added.add(guard.name)
         guards[guard.name] = guard
     return list(guards.values())
+
+
+def choose_loss(given: LossFn | None, config: Config) -> LossFn | None:
+    """The loss that was handed over, or else that of the config."""
+    if given is not None:
+        return adapt_loss(given)
+    return None if config.loss is None else build_loss(config.loss)
 
 
 def build_loss(node: Target) -> LossFn:

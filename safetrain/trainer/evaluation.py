@@ -23,7 +23,7 @@ from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
 
 RESERVED = {"step", "event", "best", "time"}
-"""What the record of an evaluation holds beside its metrics."""
+"""What the record of an evaluation holds besides its metrics."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of each metric over the batches that gave it, weighted by their samples. NaN in any batch makes the mean NaN.
 
-    Several ranks share the batches out among them, and all get the same means.
+    Several ranks split the batches among them, and all get the same means.
     """
     with link.together("in the evaluation") if link is not None else nullcontext():
         totals, weights = _totals(model, step, batches, *((link.rank, link.world_size) if link else (0, 1)))

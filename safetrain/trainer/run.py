@@ -161,7 +161,7 @@ class Run:
         return to_yaml(self.config)
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
-        """Announce the run, and once what is to be said about it."""
+        """Report the start of the run, with one-time notes."""
         self.telemetry.vitals.gauges |= {
             "perf/guards_percent": lambda: (
                 100 * (self.result.timing.get("guards", 0.0) + self.history.guard_seconds) / self.seconds
@@ -253,6 +253,11 @@ class Run:
         """Of the step decided last."""
         history = self.history.view_fields()
         return StepView(max(self.step - 1, 0), self.result.final_loss, math.nan, epoch=epoch, **history)
+
+    def note_unlogged(self, names: list[str]) -> None:
+        """Say once what `training_step` returned that is no metric; empties the list."""
+        self.telemetry.noted(f"not logged, being no numbers: {', '.join(names)} (returned by training_step)")
+        names.clear()
 
     def trail(self) -> int:
         """A checksum of everything decided so far."""
@@ -350,9 +355,7 @@ class Run:
         if resolution.is_dynamics:
             self.history.dynamics_steps.append(view.step)
             if not case.has_non_finite_number:
-                explanation = (
-                    f"every number was finite, but training went astray: {'; '.join(incident.decision.reasons)}"
-                )
+                explanation = f"every number was finite, but training diverged: {'; '.join(incident.decision.reasons)}"
                 incident.cause = Cause("divergence", explanation)
         self.keep(incident)
 
@@ -366,7 +369,7 @@ class Run:
                 from ..report import write_incident_page  # only a run with incidents pays for the import
 
                 write_incident_page(directory, incident)
-            except Exception as error:  # a full disk must not end a run that survived worse
+            except Exception as error:  # a full disk must not end the run
                 self.warn(f"the incident of step {incident.step} could not be written: {error}")
         self.telemetry.incident(incident)
 

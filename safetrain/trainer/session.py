@@ -72,7 +72,7 @@ def open_session(
     ladder: Ladder,
     auxiliary_modules: Sequence[nn.Module],
 ) -> Iterator[Session]:
-    """Hooks of the guards installed, the run announced; everything taken off again at the end."""
+    """Hooks of the guards installed, the run announced; everything is removed again at the end."""
     progress = Progress(run, step, stream, evaluation)
     checkpoints = CheckpointPolicy(config, step, stream, run, progress)
     recovery = progress.recovery = Recovery(config, ladder, step, checkpoints, stream, run)

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from ..config import load_config
 from ..core.incident import STATE_AUDIT
-from ..core.loss import LossFn, adapt_loss
+from ..core.loss import LossFn
 from ..core.result import FitResult
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
-from ..data.stream import BatchStream
 from ..errors import Interrupted, TrainingStopped, UsageError
 from ..forensics.sandbox import modules_behind
 from ..guards import Guard
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
 from ..optim.schedule import Schedule
+from ..precision.mixed import Precision
 from ..recovery import Ladder, RefusedStep
 from ..step.deferred import UNDONE, Late
 from ..step.step import Outcome, Step
@@ -85,20 +85,14 @@ class SafeTrainer(TrainerHooks):
         if not self.model.training:
             self.model.train()
         self.guards = GuardSet(build.build_guards(self.config.guards, guards or ()))
-        self.precision = build.open_precision(self.model, self.machine, loop)
+        self.precision = Precision(loop.precision, self.machine.device, self.model)
         called = build.prepare_model(self.model, self.machine, loop, optimizer, self.guards)
-        build.separate_random_streams(self.machine.rank)
-        loss = self.config.loss
-        self.loss_fn = adapt_loss(loss_fn) if loss_fn is not None else None if loss is None else build.build_loss(loss)
+        self.loss_fn = build.choose_loss(loss_fn, self.config)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
         checks.check_optimizer(self.model, self.optimizer)
         self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
-        if train_data is None:
-            built = self.build_data()
-            train_data, built_eval = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-            eval_data = built_eval if eval_data is None else eval_data
-        self.stream: BatchStream = build.open_training_data(train_data, self.config, self.machine)
-        eval_stream = None if eval_data is None else build.open_evaluation_data(eval_data, self.config, self.machine)
+        given = self.build_data() if train_data is None else train_data
+        self.stream, eval_stream = build.open_data(given, eval_data, self.config, self.machine, train_data is None)
         checks.check_scheduler(self.scheduler, eval_stream is not None)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
         self.ladder = Ladder(self.config.recovery)
@@ -133,13 +127,13 @@ class SafeTrainer(TrainerHooks):
                 elif self.stepper.exchange.signal is None:
                     self._end_epoch()
                 if (problem := self._session.checkpoints.after_step(self._settle)) is not None:
-                    self._distrust(problem)
+                    self._recover_state(problem)
                 if self._ends_early():
                     return run.result
             self._evaluate_if_due(run_ended=True)
             self._settle()
             if (problem := self._session.checkpoints.finish()) is not None:
-                self._distrust(problem)
+                self._recover_state(problem)
         return run.result
 
     def run_step(self, window: Sequence[Any]) -> None:
@@ -151,10 +145,12 @@ class SafeTrainer(TrainerHooks):
         except Exception as error:
             if not self._refuse_error(error, window):
                 raise
-            return
+            return None
+        if step.unlogged:
+            self.run.note_unlogged(step.unlogged)
         if self._session.deferral.is_on and self._session.deferral.takes(window, measurement):
             return self._session.deferral.settle_if_full(self._committed_late, self._refused_late, self.run.stepped)
-        if step.num_pending and self._settle():  # the weights that it was computed with are no longer there
+        if step.num_pending and self._settle():  # the rollback has replaced the weights it was computed with
             step.clear_gradients()
             return self.run.stepped(step.view(measurement), UNDONE, "rollback")
         view = step.view(measurement)
@@ -182,7 +178,7 @@ class SafeTrainer(TrainerHooks):
         if exchange.is_abandoned(error):
             step.transaction.restore()
             step.clear_gradients()
-            self.stream.num_consumed -= len(window)  # comes again after a resume
+            self.stream.num_consumed -= len(window)  # is read again after a resume
             return True
         if not exchange.may_be_refused(error):
             return False
@@ -206,7 +202,7 @@ class SafeTrainer(TrainerHooks):
         return True
 
     def _conclude(self, case: RefusedStep) -> Action:
-        """What recovery has done about a refused step: on the record, and to whom it may concern."""
+        """Record the outcome of a refused step and call `on_incident`. Raises TrainingStopped on a stop."""
         if case.committed is not None:
             self._committed(*case.committed, self.stepper.transaction.window_before(case.window))
         if case.resolution is None:
@@ -217,7 +213,7 @@ class SafeTrainer(TrainerHooks):
             raise TrainingStopped(case.incident, self.run.result) from case.view.error
         return case.resolution.action
 
-    def _distrust(self, verdict: Verdict) -> None:
+    def _recover_state(self, verdict: Verdict) -> None:
         """Between two steps the state was found to be wrong: go back, or stop."""
         self.stepper.transaction.begin()
         view = self.run.view_between_steps(self.stream.epoch)
@@ -226,7 +222,7 @@ class SafeTrainer(TrainerHooks):
     # ---- deferred steps: their numbers reach the host several at a time -----------------------------------------
 
     def _settle(self) -> bool:
-        """Bring deferred steps to the host, so that all that was done is known. True: that made the run go back."""
+        """Read the numbers of all deferred steps. True if one of them caused a rollback."""
         if not self.stepper.num_pending:
             return False
         return self._session.deferral.settle(self._committed_late, self._refused_late, self.run.stepped)
@@ -234,40 +230,28 @@ class SafeTrainer(TrainerHooks):
     def _committed_late(self, late: Late) -> None:
         self.stepper.learn(late.view, late.decision)
         self._committed(late.view, late.decision, late.pending.window)
-        if (refusal := self._session.deferral.too_late(late.decision)) is not None:
-            incident = self.run.open_incident(late.view, refusal)
-            incident.decision.action = str(Action.COMMIT)
-            why = f"{self._session.deferral.too_late_reason}, so it could not be skipped; only what is not finite is skipped in time"
-            incident.decision.reasons = [*incident.decision.reasons, why]
+        if (incident := self._session.recovery.open_too_late(late)) is not None:
             self.run.keep(incident)
             self.on_incident(incident)
 
     def _refused_late(self, late: Late) -> Action:
-        if late.decision.action is Action.STOP and not late.was_bad:  # the weights have it in them
-            self.run.stepped(late.view, late.decision, "commit")
-            why = Verdict(reason=self._session.deferral.too_late_reason)
-            decision = merge([*late.decision.verdicts.items(), ("loop", why)])
-            return self._conclude(self._session.recovery.resolve_bad_state(late.view, decision))
-        self.stepper.transaction.begin()  # what a replay disturbs goes back to here, not to before the newest step
-        window, random_state = late.pending.window, late.pending.random_state
-        return self._conclude(
-            self._session.recovery.resolve(late.view, late.decision, window, random_state, is_late=True)
-        )
+        return self._conclude(self._session.recovery.resolve_late(late))
 
     # ---- between steps -----------------------------------------------------------------------------------------
 
     @contextmanager
     def _started(self, resume: bool | str) -> Iterator[Run]:
-        """The run's directory opened, the guards' hooks installed; everything taken off again at the end."""
+        """The run's directory opened, the guards' hooks installed; everything is removed again at the end."""
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         step = self.stepper
-        step.training_step = self.training_step  # it may have been set on this instance
+        # These may have been set on this instance.
+        step.training_step, step.schedule.scheduler = self.training_step, self.scheduler
         self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
         parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
         with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
             if (problem := self._session.checkpoints.begin(run.resumed)) is not None:
-                self._distrust(problem)
+                self._recover_state(problem)
             run.write_config()
             yield run
 
@@ -295,7 +279,7 @@ class SafeTrainer(TrainerHooks):
         try:
             window = self.stream.take(self.config.loop.grad_accum)
         except Exception as error:
-            if self.run.signal is None:  # else that has ended the loader's workers too
+            if self.run.signal is None:  # the signal may have killed the loader's workers too
                 window = step.exchange.no_window(error)
         step.history.epoch = self.stream.epoch
         if window:
@@ -332,10 +316,7 @@ class SafeTrainer(TrainerHooks):
         step, result = self.stepper, self._session.run.result
         if (error := step.schedule.error) is not None and not self._finished():
             self._save()
-            raise UsageError(
-                f"the schedule {type(self.scheduler).__name__} failed after step {step.next_index - 1}: {error}\n"
-                "To fix: make it for as many steps as the run takes (loop.max_steps)."
-            ) from error
+            raise UsageError(step.schedule.failed_after(step.next_index - 1)) from error
         if (signal := step.exchange.signal) is not None:
             self._save()
             raise Interrupted(signal, result)
@@ -346,10 +327,10 @@ class SafeTrainer(TrainerHooks):
         return False
 
     def _save(self) -> None:
-        """A checkpoint of this moment is on disk when this returns. If the state is not sound, of the state recovered to."""
+        """Write a checkpoint and wait until it is on disk. If the state is not sound, recover first."""
         self._settle()
         while (problem := self._session.checkpoints.save(required=True)) is not None:
-            self._distrust(problem)
+            self._recover_state(problem)
 
     # ---- for users ---------------------------------------------------------------------------------------------
 
@@ -367,6 +348,7 @@ class SafeTrainer(TrainerHooks):
     @property
     def step(self) -> int:
         """Index of the step being attempted."""
+        self.run  # noqa: B018  raises if there is none
         return self.stepper.next_index
 
     def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:

@@ -107,7 +107,7 @@ def test_a_state_that_only_fits_the_last_batch_is_rolled_back(make_trainer):
     trainer = make_trainer(cls=Table, model=model, loss_fn=loss_fn, optimizer=optimizer, train_data=data, config=config)
     result = trainer.fit()
     assert [(i.step, i.decision.action) for i in result.incidents] == [(41, "rollback")]
-    assert "a good batch of a few steps ago has become bad too" in str(result.incidents[0].decision.reasons)
+    assert "a good batch from a few steps ago is bad now too" in str(result.incidents[0].decision.reasons)
     assert result.final_loss < 2.0
 
 

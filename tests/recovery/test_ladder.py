@@ -132,7 +132,7 @@ def test_an_unknown_rung_is_a_config_error(name, message):
 
 def test_an_object_that_is_no_rung_is_a_config_error(tmp_path):
     (tmp_path / "no_rungs.py").write_text(OWN)
-    with pytest.raises(ConfigError, match=r"is not a rung; let it be a subclass of safetrain\.recovery\.Rung"):
+    with pytest.raises(ConfigError, match=r"is not a rung; make it a subclass of safetrain\.recovery\.Rung"):
         Ladder(RecoveryConfig(ladder=[f"{tmp_path}/no_rungs.py:not_a_rung"]))
     with pytest.raises(ConfigError, match="unknown rung 'skp', did you mean 'skip'"):
         Ladder(RecoveryConfig(ladder=["skp"]))

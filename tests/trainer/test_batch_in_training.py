@@ -16,15 +16,17 @@ ON = {"guards": {"batch": {}}}
 def test_the_guilty_samples_are_in_the_verdict(make_trainer):
     seen = {}
 
-    class Watching(SafeTrainer):
-        def refused(self, view, decision, window, random_state):
-            seen[view.step] = decision.verdicts["batch"].evidence
-            return super().refused(view, decision, window, random_state)
+    def judge(view):
+        decision = judged(view)
+        seen.setdefault(view.step, decision.verdicts["batch"].evidence)
+        return decision
 
     batches = make_batches(6)
     for index in (2, 4):
         batches[index][0][0, 0] = math.nan
-    result = make_trainer(cls=Watching, train_data=batches, config=ON).fit()
+    trainer = make_trainer(train_data=batches, config=ON)
+    judged, trainer.stepper.judge = trainer.stepper.judge, judge
+    result = trainer.fit()
     assert [i.step for i in result.incidents] == [2, 4]
     assert seen[2]["samples"] == [0]
     assert seen[2]["fields"] == ["0"]
