@@ -20,7 +20,7 @@ def test_a_compiled_model_trains_and_refuses_like_an_eager_one(make_trainer):
     eager, plain = train(make_trainer)
     torch.manual_seed(0)
     compiled, result = train(make_trainer, compile="aot_eager")
-    assert isinstance(compiled._called_model, torch._dynamo.OptimizedModule)
+    assert isinstance(compiled.stepper.called, torch._dynamo.OptimizedModule)
     assert [i.step for i in result.incidents] == [i.step for i in plain.incidents] == [4]
     assert result.losses[:4] == pytest.approx(plain.losses[:4])
     assert list(compiled.model.state_dict()) == list(eager.model.state_dict())  # no "_orig_mod." in the keys
