@@ -28,6 +28,13 @@ def make_batches(count, bad=(), value=float("nan"), size=8):
     return batches
 
 
+def with_bad_samples(batches, *places):
+    """`places` are pairs of a batch and its sample."""
+    for index, sample in places:
+        batches[index][0][sample] = float("nan")
+    return batches
+
+
 def mse(model, batch):
     inputs, targets = batch
     return F.mse_loss(model(inputs), targets)

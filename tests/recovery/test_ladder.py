@@ -2,10 +2,11 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
-from small import make_batches
+from small import make_batches, with_bad_samples
 
 from safetrain import ConfigError, TrainingStopped
 from safetrain.config import load_config, to_yaml
@@ -44,16 +45,11 @@ not_a_rung = 3
 
 
 def bad_second_half(*indices):
-    batches = make_batches(12)
-    for index in indices:
-        batches[index][0][4:] = math.nan
-    return batches
+    return with_bad_samples(make_batches(12), *((index, slice(4, None)) for index in indices))
 
 
 def bad_sample():
-    batches = make_batches(8)
-    batches[4][0][2] = math.nan
-    return batches
+    return with_bad_samples(make_batches(8), (4, 2))
 
 
 @pytest.mark.parametrize(
@@ -143,10 +139,8 @@ def test_the_default_ladder_has_every_built_in_rung():
 
 
 def test_a_stop_of_a_guard_is_not_recovered_from(make_trainer):
-    trainer = make_trainer(train_data=make_batches(6))
-    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: math.nan if step == 3 else 1.0
-    )
+    scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: math.nan if step == 3 else 1.0)
+    trainer = make_trainer(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler, train_data=make_batches(6))
     with pytest.raises(TrainingStopped, match="learning rate is nan"):
         trainer.fit()
     assert trainer.ladder.spent == {}
