@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from safetrain.cli.main import run
 from safetrain.preflight import CHECKS
 
+MODULE = "parts_for_check"
 PARTS = """
 import torch
 
@@ -44,15 +44,6 @@ data: {train: {_target_: './parts_for_check.py:Data'}, batch_size: 8}
 optimizer: {_target_: torch.optim.SGD, lr: 0.1}
 loop: {max_steps: 16, device: cpu}
 """
-
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts_for_check", raising=False)
-    Path("parts_for_check.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
 
 
 def files() -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from safetrain.cli.main import run
 from safetrain.core.files import to_json
 
+MODULE = "parts_for_replay"
 PARTS = """
 from dataclasses import dataclass
 import torch
@@ -73,17 +74,6 @@ data: {train: {_target_: './parts_for_replay.py:Data'}, batch_size: 4, shuffle: 
 loop: {max_epochs: 1, device: cpu}
 logging: {tensorboard: false, console: 'off'}
 """
-
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts_for_replay", raising=False)
-    project = tmp_path / "project"
-    project.mkdir()
-    monkeypatch.chdir(project)
-    Path("parts_for_replay.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
 
 
 def fit(*arguments: str) -> Path:

@@ -16,6 +16,7 @@ from safetrain import SafeTrainer, load_config
 from safetrain.cli.main import run
 from safetrain.errors import ConfigError, LossError, RunDirectoryError, SafetrainError, UsageError
 
+MODULE = "mistaken_parts"
 PARTS = """
 import torch
 from torch import nn
@@ -55,16 +56,6 @@ loss: {_target_: torch.nn.MSELoss}
 loop: {max_epochs: 1, device: cpu}
 logging: {console: 'off', tensorboard: false}
 """
-
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mistaken_parts", raising=False)
-    Path("mistaken_parts.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
-    Path("a_file").write_text("")
 
 
 OURS = {
@@ -138,6 +129,7 @@ def test_resuming_what_is_no_run(capfd):
 def unwritable(tmp_path):
     """A directory that cannot be made: below a file, which stops root as well, or below one without permission."""
     if os.geteuid() == 0:
+        (tmp_path / "a_file").write_text("")
         return tmp_path / "a_file" / "run"
     (tmp_path / "locked").mkdir(mode=0o500)
     return tmp_path / "locked" / "run"
@@ -250,12 +242,11 @@ class Wrong(nn.Module):
         return self.layer(x[:, :2])
 
 
-def test_nothing_of_ours_hides_an_exception_in_python(tmp_path):
-    batches = [(torch.randn(4, 3), torch.randn(4, 1))]
-    config = {"logging": {"console": "off", "tensorboard": False}}
-    trainer = SafeTrainer(Wrong(), loss_fn=nn.MSELoss(), train_data=batches, config=config, run_dir=tmp_path / "run")
+def test_nothing_of_ours_hides_an_exception_in_python(make_trainer):
+    trainer = make_trainer(Wrong(), train_data=[(torch.randn(4, 3), torch.randn(4, 1))])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         trainer.fit()
+    assert trainer.run.result.status == "error"
     assert any(frame.name == "forward" and frame.filename == __file__ for frame in traceback.extract_tb(raised.tb))
 
 
