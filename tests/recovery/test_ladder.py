@@ -1,14 +1,11 @@
 """Which rungs are tried, in which order; custom rungs in YAML or in code."""
 
-import math
 import sys
-from functools import partial
 
 import pytest
-import torch
 from small import make_batches, with_bad_samples
 
-from safetrain import ConfigError, TrainingStopped
+from safetrain import ConfigError
 from safetrain.config import load_config, to_yaml
 from safetrain.config.schema import LADDER, RecoveryConfig
 from safetrain.core.verdict import Action
@@ -136,11 +133,3 @@ def test_an_object_that_is_no_rung_is_a_config_error(tmp_path):
 
 def test_the_default_ladder_has_every_built_in_rung():
     assert list(RUNGS) == list(LADDER)
-
-
-def test_a_stop_of_a_guard_is_not_recovered_from(make_trainer):
-    scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: math.nan if step == 3 else 1.0)
-    trainer = make_trainer(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler, train_data=make_batches(6))
-    with pytest.raises(TrainingStopped, match="learning rate is nan"):
-        trainer.fit()
-    assert trainer.ladder.spent == {}

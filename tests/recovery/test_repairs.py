@@ -269,8 +269,3 @@ def test_a_repair_that_did_not_help_is_undone(make_island, check_stopped):
     trainer.ladder.rungs[0].climb = climb
     result = check_stopped(trainer, "island: it did not keep the step finite")
     assert result.islands == {}
-
-
-def test_the_default_ladder_prefers_leaving_out_samples_to_skipping(make_trainer, check_saved):
-    trainer = make_trainer(train_data=with_bad_samples(make_batches(8), (4, 2)))
-    check_saved(trainer, steps=8, incidents={4: "commit"}, rung="samples", reason="sample 2 of the batch left out")

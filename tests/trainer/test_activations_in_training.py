@@ -12,7 +12,7 @@ ALL = {
     "islands": {"modules": ["BatchNorm1d"], "loss": True},
     "activations": {"every": 2, "max_abs": 1e6},
     "batch": {"only_if_bad": False},
-    "anomaly": {},
+    "anomaly": {"mode": "always"},
 }
 
 
@@ -26,10 +26,12 @@ def test_hooks_are_removed_when_the_run_ends_in_an_exception(make_trainer):
         raise KeyError("mine")
 
     model = make_model()
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine") as error:
         make_trainer(model, loss_fn=loss_fn, train_data=make_batches(2), config={"guards": ALL}).fit()
+    assert error.traceback[-1].name == "loss_fn"
     assert num_hooks(model) == 0
     assert not [m for m in model.modules() if "forward" in vars(m)]
+    assert not torch.is_anomaly_enabled()
 
 
 def test_activations_are_recorded_after_a_refusal_and_a_limit_refuses(make_trainer):

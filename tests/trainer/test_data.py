@@ -30,6 +30,11 @@ class Reusable:
         return iter(make_batches(2))
 
 
+class NoLength(Dataset):
+    def __getitem__(self, index):
+        return INPUTS[index]
+
+
 def generate():
     yield from make_batches(2)
 
@@ -146,6 +151,7 @@ def test_batches_of_any_nesting(make_trainer, batch, take):
         ([("a", "b")], "a batch contains no tensor"),
         ([{"x": 1.0}], "a batch contains no tensor"),
         (lambda: iter([]), "the training data is empty"),
+        (NoLength(), "define __len__"),
     ],
 )
 def test_unusable_data_is_an_error_with_a_fix(make_trainer, data, message):
@@ -162,13 +168,13 @@ def test_an_exhausted_one_shot_generator_is_an_error(make_trainer):
     assert trainer.run.result.steps == 2
 
 
-def test_a_dataset_without_length_is_an_error(make_trainer):
-    class NoLength(Dataset):
-        def __getitem__(self, index):
-            return INPUTS[index]
+OTHER = nn.Linear(6, 1)
 
-    with pytest.raises(DataError, match="define __len__"):
-        make_trainer(train_data=NoLength())
+
+def backward_first(model, batch):
+    loss = mse(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,8 @@ def test_a_dataset_without_length_is_an_error(make_trainer):
         (lambda m, b: mse(m, b).detach(), "not connected to any trainable parameter"),
         (lambda m, b: {"accuracy": mse(m, b)}, "a dict without 'loss'"),
         (lambda m, b: torch.tensor(3), "torch.int64; it must be a floating-point"),
+        (lambda m, b: mse(OTHER, b), "reaches none of the parameters that the optimizer moves"),
+        (backward_first, "would count twice"),
     ],
 )
 def test_an_unusable_loss_is_an_error_with_a_fix(make_trainer, loss, message):

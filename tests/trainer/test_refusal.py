@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from safetrain import LossError, SafeTrainer, TrainingStopped
+from safetrain import SafeTrainer, TrainingStopped
 from safetrain.tensors.rng import RandomState
 
 
@@ -45,42 +45,6 @@ def test_everything_is_bit_identical_after_a_refusal(make_trainer, precision):
     assert trainer.stream.epoch == 1
 
 
-def test_batchnorm_statistics_equal_a_run_without_the_bad_batch(make_trainer):
-    """Everything equals the run that never saw the batch, when no random number is drawn."""
-    batches = make_batches(12, bad=(4,))
-    states = []
-    for data in (batches, batches[:4] + batches[5:]):
-        torch.manual_seed(1)
-        model = make_model(dropout=0.0)
-        config = {"guards": {"backoff": None}}
-        make_trainer(model, train_data=data, config=config).fit()
-        states.append(model.state_dict())
-    assert_same(*states)
-
-
-class Switching(nn.Module):
-    """A forward pass that leaves the model in another mode, and puts a new tensor in the place of its buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 1)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        if torch.isnan(x).any():
-            self.eval()
-        self.seen = self.seen + x.mean()
-        return self.fc(self.drop(x))
-
-
-def test_modes_and_replaced_buffers_are_restored(make_trainer):
-    trainer = make_trainer(Switching(), Recording, train_data=make_batches(6, bad=(3,)))
-    trainer.fit()
-    assert trainer.checked == [3]
-    assert all(m.training for m in trainer.model.modules())
-
-
 def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make_trainer):
     model = make_model(dropout=0.5)
     masks = []
@@ -106,12 +70,6 @@ def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make
     assert math.isnan(loss_fn(model, bundle["window"][0]).item())
     assert torch.equal(masks[-1], masks[3])
     assert json.loads((result.run_dir / incident.path / "incident.json").read_text())["trigger"]["value"] == "nan"
-
-
-def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
-    model = make_model()
-    model.register_buffer("sentinel", torch.tensor([math.nan, -math.inf]))
-    assert make_trainer(model, train_data=make_batches(5)).fit().healthy
 
 
 def test_a_non_finite_buffer_is_refused_even_if_loss_and_gradient_are_finite(make_trainer):
@@ -226,6 +184,7 @@ def test_a_learning_rate_of_nan_is_never_applied(make_trainer):
     with pytest.raises(TrainingStopped, match="learning rate is nan") as stopped:
         trainer.fit()
     assert stopped.value.result.steps == 3
+    assert trainer.ladder.spent == {}  # a stop of a guard is not recovered from
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -294,20 +253,3 @@ def test_an_index_outside_an_embedding_is_an_incident(make_trainer):
     batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
     result = make_trainer(model, train_data=batches).fit()
     assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
-
-
-def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_an_error(make_trainer):
-    other = make_model()
-    trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
-    with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
-        trainer.fit()
-
-
-def test_backward_in_the_training_step_is_an_error(make_trainer):
-    def loss_fn(model, batch):
-        loss = mse(model, batch)
-        loss.backward(retain_graph=True)
-        return loss
-
-    with pytest.raises(LossError, match="would count twice"):
-        make_trainer(loss_fn=loss_fn, train_data=make_batches(3)).fit()
