@@ -192,17 +192,14 @@ def test_a_model_that_raises(capfd):
     assert f"mistaken_parts.py:{line}, in helper." in message
     assert message.splitlines()[-1] == "safetrain: the exception above was raised while training, at step 0"
     assert is_short(message)
+    assert run(["fit", "c.yaml", "-v", "model._target_=./mistaken_parts.py:Raising"], verbose=True) == 1
+    trace, message = reported(capfd)
+    assert "in run_step" in trace  # no frame is left out
+    assert "left out" not in message
     with pytest.raises(RuntimeError, match="is invalid for input") as raised:
         SafeTrainer(config=load_config("c.yaml", ["model._target_=./mistaken_parts.py:Raising"])).fit()
     assert raised.value.__cause__ is None
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "helper"
-
-
-def test_with_v_no_frame_is_left_out(capfd):
-    assert run(["fit", "c.yaml", "-v", "model._target_=./mistaken_parts.py:Raising"], verbose=True) == 1
-    trace, message = reported(capfd)
-    assert "in run_step" in trace
-    assert "left out" not in message
 
 
 def test_what_led_to_an_exception_is_kept(capfd):

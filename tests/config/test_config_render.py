@@ -120,10 +120,6 @@ def test_the_schema_text_names_every_field_with_what_it_accepts() -> None:
         assert all(f"        {option}: " in text for option in fields_of(guard.Config))
 
 
-def test_the_schema_of_a_config_shows_what_its_targets_accept() -> None:
-    assert "optimizer: torch.optim.AdamW(params, lr=0.001, " in schema_text(load_config())
-
-
 def test_the_json_schema_describes_every_field_with_its_limits() -> None:
     schema = json.loads(json.dumps(json_schema()))
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
