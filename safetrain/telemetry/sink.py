@@ -174,7 +174,7 @@ class Telemetry:
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         self._flush()
-        self.vitals.rolled_back(num_committed)
+        self.vitals.num_rollbacks += 1
         self._send("rolled_back", to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
