@@ -40,15 +40,18 @@ def known_state() -> Iterator[None]:
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """SafeTrainer with quiet output; keyword arguments of the constructor, `config` merged with the quiet defaults."""
+    """SafeTrainer with a small model and quiet output; keyword arguments of the constructor, `config` merged with the quiet
+    defaults. `optimizer` may be a function of the model's parameters, and `scheduler` one of the optimizer."""
     made = []
 
-    def make(model=None, cls=SafeTrainer, *, config=None, **parts):
-        config = {**(config or {}), "logging": {"console": "off", "tensorboard": False}}
+    def make(model=None, cls=SafeTrainer, *, config=None, optimizer=None, scheduler=None, **parts):
+        config = {"logging": {"console": "off", "tensorboard": False}, **(config or {})}
         run_dir = parts.pop("run_dir", tmp_path / f"run-{len(made)}")
         model = make_model() if model is None else model
+        optimizer = optimizer(model.parameters()) if callable(optimizer) else optimizer
+        scheduler = scheduler(optimizer) if callable(scheduler) else scheduler
         parts.setdefault("loss_fn", mse)
-        trainer = cls(model, config=config, run_dir=run_dir, **parts)
+        trainer = cls(model, optimizer=optimizer, scheduler=scheduler, config=config, run_dir=run_dir, **parts)
         made.append(trainer)
         return trainer
 

@@ -22,7 +22,7 @@ from .merge import Override, apply_overrides, merge
 from .schema import Config
 from .sources import FileReader, find_config
 from .targets import with_absolute_targets
-from .tree import TARGET, Node, Place, Problems, dotted, escape, from_python, leaves, plain, rewrite
+from .tree import TARGET, KeyPath, Node, Place, Problems, dotted, escape, from_python, leaves, plain, rewrite
 from .validate import complete_guards, validate
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Config | None
@@ -178,5 +178,5 @@ def _renamed(section: Any, rename: Callable[[str], str]) -> Any:
     return {rename(key): value for key, value in section.items()} if isinstance(section, dict) else section
 
 
-def _escaped(node: Node) -> Node:
+def _escaped(node: Node, path: KeyPath) -> Node:
     return dataclasses.replace(node, value=escape(node.value)) if isinstance(node.value, str) else node

@@ -53,7 +53,7 @@ def absolute_target(target: str, directory: Path) -> str:
 def with_absolute_targets(tree: Node) -> Node:
     """The tree with every file target made absolute; each is relative to the place where it was written."""
 
-    def change(node: Node) -> Node:
+    def change(node: Node, path: KeyPath) -> Node:
         target = node.get(TARGET)
         if target is None or not isinstance(target.value, str):
             return node

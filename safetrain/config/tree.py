@@ -84,13 +84,15 @@ def leaves(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
         yield path, node
 
 
-def rewrite(node: Node, change: Callable[[Node], Node]) -> Node:
-    """The tree with every node replaced by `change(node)`, children first."""
+def rewrite(node: Node, change: Callable[[Node, KeyPath], Node], path: KeyPath = ()) -> Node:
+    """The tree with every node replaced by `change(node, path)`, children first."""
     if isinstance(node.value, dict):
-        node = dataclasses.replace(node, value={key: rewrite(child, change) for key, child in node.value.items()})
+        value: Any = {key: rewrite(child, change, (*path, key)) for key, child in node.value.items()}
+        node = dataclasses.replace(node, value=value)
     elif isinstance(node.value, list):
-        node = dataclasses.replace(node, value=[rewrite(child, change) for child in node.value])
-    return change(node)
+        value = [rewrite(child, change, (*path, index)) for index, child in enumerate(node.value)]
+        node = dataclasses.replace(node, value=value)
+    return change(node, path)
 
 
 # --- from Python -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Mapping
 
@@ -45,6 +46,13 @@ def check_hooks(cls: type, base: type) -> None:
         if name not in HOOKS and not hasattr(base, name) and (meant := _meant(name)):
             raise _never_called(cls, base, name, meant, HOOKS)
     _check_parameters(cls, own, HOOKS)
+
+
+@functools.cache
+def methods_of(base: type) -> Mapping[str, str]:
+    """The protocol that a base class spells out: every public method, as `name(self, parameters)`."""
+    methods = {name: value for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: f"{name}({', '.join(inspect.signature(value).parameters)})" for name, value in methods.items()}
 
 
 def check_protocol(cls: type, base: type, protocol: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.incident import Incident
-from ..core.protocols import check_protocol
+from ..core.protocols import check_protocol, methods_of
 from ..core.result import FitResult
 from ..core.verdict import Decision
 from ..core.view import StepView
@@ -26,23 +26,6 @@ FLUSH_SECONDS = 0.25
 """Steps are handed to the sinks in batches: at the latest after this long, and always before anything else is."""
 MAX_PENDING = 50
 """Or when there are this many: more would be enough objects for Python's garbage collector to visit them again and again."""
-
-PROTOCOL = {
-    "started": "started(self, about)",
-    "noted": "noted(self, text)",
-    "stepped": "stepped(self, records)",
-    "logged": "logged(self, record, vitals)",
-    "refreshed": "refreshed(self, vitals)",
-    "incident": "incident(self, incident)",
-    "rolled_back": "rolled_back(self, to_step, num_committed, source)",
-    "evaluated": "evaluated(self, metrics, is_best)",
-    "tensors": "tensors(self, values, step)",
-    "doing": "doing(self, what)",
-    "saving": "saving(self, step, num_committed)",
-    "sync": "sync(self)",
-    "finished": "finished(self, result)",
-    "close": "close(self)",
-}
 
 
 class StepRecord(NamedTuple):
@@ -84,7 +67,7 @@ class Sink:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_protocol(cls, Sink, PROTOCOL)
+        check_protocol(cls, Sink, methods_of(Sink))
 
     def started(self, about: Mapping[str, Any]) -> None:
         """`name`, `run_dir`, `parameters`, `device`, `precision`, `world_size`, `guards`, `total_steps`, and `resumed` of a resumed run."""
@@ -136,11 +119,7 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        sinks: Iterable[Sink] = (),
-        log_every: int = 1,
-        vitals: Vitals | None = None,
-        outside: Iterable[Sink] = (),
+        self, sinks: Iterable[Sink] = (), log_every: int = 1, vitals: Vitals | None = None, outside: Iterable[Sink] = ()
     ) -> None:
         self._outside = list(outside)
         self.sinks = [*sinks, *self._outside]
@@ -195,7 +174,7 @@ class Telemetry:
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
         self._flush()
-        self.vitals.rolled_back(num_committed)
+        self.vitals.num_rollbacks += 1
         self._send("rolled_back", to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
@@ -242,9 +221,7 @@ class Telemetry:
         except Exception as error:
             if sink in self._outside:
                 self._report(sink, what, error)
-            elif isinstance(
-                error, BrokenPipeError
-            ):  # whoever read the output has gone; that is no reason to stop training
+            elif isinstance(error, BrokenPipeError):  # whoever read the output has gone: no reason to stop training
                 if sink in self.sinks:
                     self.sinks.remove(sink)
                 _silence_output()

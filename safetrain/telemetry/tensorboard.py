@@ -27,11 +27,7 @@ NUM_BINS = 64
 
 class TensorBoard(Sink):
     def __init__(
-        self,
-        run_dir: Path,
-        settings: Mapping[str, Any],
-        texts: Mapping[str, str],
-        resume: ResumePoint | None = None,
+        self, run_dir: Path, settings: Mapping[str, Any], texts: Mapping[str, str], resume: ResumePoint | None = None
     ) -> None:
         """`settings` is the config as nested dictionaries; `texts` are shown as Markdown under their names."""
         from torch.utils.tensorboard import summary  # about a second to import
@@ -80,7 +76,8 @@ class TensorBoard(Sink):
     # ---- what is received ------------------------------------------------------------------------------------------
 
     def started(self, about: Mapping[str, Any]) -> None:
-        experiment, start, _ = self._hyperparameters()
+        metrics = {"run/final_loss": 0, "run/best_loss": 0, "run/steps": 0, "run/incidents": 0}
+        experiment, start, _ = self._summary.hparams(self._settings, metrics)
         self._add(experiment)
         self._add(start)
 
@@ -137,11 +134,6 @@ class TensorBoard(Sink):
         end = EventFile(self._directory, END)
         end.add_summary(status)
         end.close()
-
-    def _hyperparameters(self) -> tuple[Any, Any, Any]:
-        metrics = {"run/final_loss": 0, "run/best_loss": 0, "run/steps": 0, "run/incidents": 0}
-        experiment, start, end = self._summary.hparams(self._settings, metrics)
-        return experiment, start, end
 
 
 def _charts(charts: Mapping[str, list[str]]) -> dict[str, list[Any]]:

@@ -73,9 +73,6 @@ class Vitals:
         else:
             self.num_bad_gradients += 1
 
-    def rolled_back(self, num_committed: int) -> None:
-        self.num_rollbacks += 1
-
     def mark_time(self) -> None:
         now = perf_counter()
         self._marks.append((now, self._seen))

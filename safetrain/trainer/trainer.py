@@ -158,9 +158,7 @@ class SafeTrainer(TrainerHooks):
         if decision.action is Action.COMMIT:
             outcome = step.commit(measurement, view, decision)
             if outcome is Outcome.COMMITTED:
-                return self._committed(
-                    view, decision, step.transaction.window_before(window) if step.transaction.writes_batch else window
-                )
+                return self._committed(view, decision, step.transaction.window_before(window))
             if outcome is Outcome.OVERFLOWED:
                 return self.run.stepped(view, decision, "overflow")
             decision = step.ruined(view)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from safetrain.cli.main import run
 from safetrain.preflight import CHECKS
 
+MODULE = "parts_for_check"
 PARTS = """
 import torch
 
@@ -46,15 +46,6 @@ loop: {max_steps: 16, device: cpu}
 """
 
 
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts_for_check", raising=False)
-    Path("parts_for_check.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
-
-
 def files() -> list[str]:
     return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)
 
@@ -80,10 +71,7 @@ def test_a_failure_is_shown_with_its_fix_and_exit_code_3(capsys: pytest.CaptureF
     assert "field '0' has NaN in 2 of 64 samples" in " ".join(text.split())
     assert "fix: fill it in where the data is read" in " ".join(text.split())
     assert lines[-1].startswith("c: 1 passed, 1 failed in ")
-
-
-def test_quiet_shows_only_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", "c.yaml", "data.train.nan=[5]", "--only", "labels,data_finite", "-q"]) == 3
+    assert run([*arguments, "-q"]) == 3
     text = capsys.readouterr().out
     assert "PASS" not in text
     assert "FAIL  data_finite" in text

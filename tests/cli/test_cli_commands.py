@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -16,11 +17,6 @@ from safetrain.cli.main import COMMANDS, run
 from safetrain.config import load_config
 
 ROOT = Path(safetrain.__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -38,39 +34,30 @@ def err(capsys: pytest.CaptureFixture[str], *arguments: str, verbose: bool = Fal
 # --- nothing heavy -----------------------------------------------------------------------------------------------
 
 
-def child(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+TORCH = {"torch", "accelerate", "tensorboard", "numpy"}
+CONFIG_READERS = {"omegaconf", "yaml", "rich"}
+RUN = "from safetrain.cli.main import run; assert run({}) == {}"
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["fit", "--help"], ["config", "show", "quickstart"], ["config", "validate", "quickstart"],
-     ["config", "schema", "quickstart"], ["config", "schema", "--json"], ["explain", "quickstart"]],
+    ("code", "heavy"),
+    [
+        *((RUN.format(arguments.split(), 0), TORCH) for arguments in (
+            "fit --help", "resume --help", "config show quickstart", "config validate quickstart",
+            "config schema quickstart", "config schema --json", "explain quickstart", "recipes ls",
+        )),
+        (RUN.format(["--help"], 0), TORCH | CONFIG_READERS | {f"safetrain.{name}" for name in ("config", "cli.fit", "guards")}),
+        (RUN.format(["lint", "bad.py"], 3), TORCH | CONFIG_READERS),
+        (RUN.format(["lint", "--help"], 0), TORCH | CONFIG_READERS),
+        (RUN.format(["init", "new"], 0), TORCH | CONFIG_READERS),
+        ("import safetrain, safetrain.config", TORCH),
+    ],
 )  # fmt: skip
-def test_torch_is_not_imported(arguments: list[str]) -> None:
-    code = f"""
-import sys
-from safetrain.cli.main import run
-assert run({arguments!r}) == 0
-heavy = {{"torch", "accelerate", "tensorboard", "numpy"}} & set(sys.modules)
-assert not heavy, heavy
-"""
-    child(code)
-
-
-def test_help_imports_neither_the_commands_nor_the_config() -> None:
-    code = """
-import sys
-from safetrain.cli.main import run
-run(["--help"])
-heavy = {"omegaconf", "yaml", "rich", "safetrain.config", "safetrain.cli.fit", "safetrain.guards"} & set(sys.modules)
-assert not heavy, heavy
-"""
-    child(code)
-
-
-def test_importing_the_config_does_not_import_torch() -> None:
-    child("import sys, safetrain, safetrain.config; assert not {'torch', 'accelerate'} & set(sys.modules)")
+def test_nothing_heavy_is_imported(code: str, heavy: set[str]) -> None:
+    Path("bad.py").write_text("import torch\nx = torch.log(torch.softmax(y, -1))\n")
+    code = f"import sys; {code}; heavy = {heavy!r} & set(sys.modules); assert not heavy, heavy"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
 
 
 def cpu_seconds(*arguments: str) -> float:
@@ -134,20 +121,8 @@ def test_show_prints_yaml_that_loads_again(capsys: pytest.CaptureFixture[str]) -
 
 def test_show_with_origins_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.yaml").write_text("loop:\n  max_steps: 3\n")
-    text = out(
-        capsys,
-        "config",
-        "show",
-        "a.yaml",
-        "data.batch_size=2",
-        "--seed",
-        "7",
-        "--precision",
-        "bf16",
-        "--device",
-        "cpu",
-        "--origin",
-    )
+    flags = "data.batch_size=2 --seed 7 --precision bf16 --device cpu --origin"
+    text = out(capsys, "config", "show", "a.yaml", *flags.split())
     for line in (
         "  max_steps: 3  # a.yaml:2", "  batch_size: 2  # override", "seed: 7  # --seed", "  precision: bf16  # --precision",
         "  device: cpu  # --device", "  log_every: 10  # default",
@@ -238,14 +213,9 @@ def test_explain_names_each_guard_where_it_acts(capsys: pytest.CaptureFixture[st
 
 
 def test_explain_shows_precision_accumulation_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = [
-        "loop.grad_accum=4",
-        "recovery.max_refusals=17",
-        "loop.ema=0.9",
-        "loop.compile=true",
-        "loop.max_epochs=2",
-    ]
-    text = out(capsys, "explain", "quickstart", *changes, "--precision", "bf16", "--device", "cuda:1")
+    changes = "loop.grad_accum=4 recovery.max_refusals=17 loop.ema=0.9 loop.compile=true loop.max_epochs=2"
+    flags = "--precision bf16 --device cuda:1"
+    text = out(capsys, "explain", "quickstart", *changes.split(), *flags.split())
     for part in ("4 micro-batches", "at most 17 times", "decay 0.9", ", compiled", "or 2 epochs", "in bf16", "cuda:1"):
         assert part in text
 
@@ -260,7 +230,7 @@ def test_explain_names_an_outside_guard_without_importing_it(capsys: pytest.Capt
 def test_env_names_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(out(capsys, "env", "--json"))
     assert facts["safetrain"] == safetrain.__version__
-    for name in (
+    for name in [
         "python",
         "platform",
         "torch",
@@ -271,7 +241,7 @@ def test_env_names_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> N
         "cpus",
         "cuda",
         "devices",
-    ):
+    ]:
         assert facts[name]
     text = out(capsys, "env")
     assert f"torch           {facts['torch']}" in text

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from safetrain.cli.main import run
 
+MODULE = "parts_for_diagnose"
 PARTS = """
 import torch
 
@@ -40,15 +40,6 @@ data: {train: {_target_: './parts_for_diagnose.py:Data'}, batch_size: 4}
 loop: {max_epochs: 1, device: cpu}
 logging: {tensorboard: false, console: 'off'}
 """
-
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts_for_diagnose", raising=False)
-    Path("parts_for_diagnose.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
 
 
 def test_a_healthy_config_exits_with_0_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

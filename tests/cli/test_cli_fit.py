@@ -11,6 +11,7 @@ import pytest
 from safetrain.cli.main import run
 from safetrain.config import load_config
 
+MODULE = "parts_for_cli"
 PARTS = """
 import os, signal
 import torch
@@ -49,17 +50,6 @@ logging: {tensorboard: false}
 """
 
 
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts_for_cli", raising=False)
-    Path("parts_for_cli.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
-
-
 def fit(*arguments: str) -> int:
     return run(["fit", "c.yaml", "--out", "out", *arguments])
 
@@ -95,48 +85,33 @@ def test_json_prints_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_trainer_of_ones_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert fit("-q", "trainer._target_=./parts_for_cli.py:Mine") == 0
-    assert capfd.readouterr().out.split() == [
-        "mine",
-        "0",
-        "mine",
-        "1",
-        "mine",
-        "2",
-        "mine",
-        "3",
-        "mine",
-        "4",
-        "mine",
-        "5",
-    ]
+    assert capfd.readouterr().out.splitlines() == [f"mine {step}" for step in range(6)]
     assert fit("trainer._target_=./parts_for_cli.py:Data") == 2
     assert "is not a SafeTrainer; derive it" in capfd.readouterr().err
 
 
-def test_an_exception_while_building_exits_with_1_and_hides_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert fit("-q", "data.train.fail=build") == 1
+@pytest.mark.parametrize(
+    ("override", "said", "when"),
+    [
+        ("data.train.fail=build", "KeyError: 'no such data'", "while the model, the data and the optimizer were built"),
+        (
+            "data.train.fail=eof",
+            "EOFError: short file",
+            "while training, at step 4",
+        ),  # which click would take for Ctrl-D
+        ("trainer._target_=./broken_for_cli.py:T", "ZeroDivisionError", "while the trainer's own module was imported"),
+    ],
+)
+def test_an_exception_of_user_code_exits_with_1_and_says_when(
+    capfd: pytest.CaptureFixture[str], override: str, said: str, when: str
+) -> None:
+    Path("broken_for_cli.py").write_text("class T: ...\n1 / 0\n")
+    assert fit("-q", override) == 1
     text = capfd.readouterr().err
     assert "Traceback" in text
-    assert "parts_for_cli.py" in text
-    assert "KeyError: 'no such data'" in text
-    assert text.splitlines()[-1].startswith("safetrain: the exception above was raised ")
-
-
-def test_an_exception_while_training_names_the_step_even_if_click_would_take_it_for_ctrl_d(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert fit("-q", "data.train.fail=eof") == 1
-    text = capfd.readouterr().err
-    assert "EOFError: short file" in text
-    assert text.splitlines()[-1] == "safetrain: the exception above was raised while training, at step 4"
-
-
-def test_an_exception_in_the_trainers_module_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("broken_for_cli.py").write_text("class T: ...\n1 / 0\n")
-    assert fit("trainer._target_=./broken_for_cli.py:T") == 1
-    text = capfd.readouterr().err
-    assert "ZeroDivisionError" in text
-    assert "while the trainer's own module was imported" in text
+    assert "_for_cli.py" in text
+    assert said in text
+    assert text.splitlines()[-1] == f"safetrain: the exception above was raised {when}"
 
 
 def test_config_usage_and_directory_errors_exit_with_2_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,6 @@ from safetrain.lint import lint_paths
 FILES = ["config.yaml", "data.py", "model.py", "test_smoke.py"]
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A process of its own: the project's `model` and `data` are modules with common names."""
     root = str(Path(safetrain.__file__).resolve().parent.parent)

@@ -16,6 +16,7 @@ from safetrain import SafeTrainer, load_config
 from safetrain.cli.main import run
 from safetrain.errors import ConfigError, LossError, RunDirectoryError, SafetrainError, UsageError
 
+MODULE = "mistaken_parts"
 PARTS = """
 import torch
 from torch import nn
@@ -55,16 +56,6 @@ loss: {_target_: torch.nn.MSELoss}
 loop: {max_epochs: 1, device: cpu}
 logging: {console: 'off', tensorboard: false}
 """
-
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mistaken_parts", raising=False)
-    Path("mistaken_parts.py").write_text(PARTS)
-    Path("c.yaml").write_text(CONFIG)
-    Path("a_file").write_text("")
 
 
 OURS = {
@@ -138,6 +129,7 @@ def test_resuming_what_is_no_run(capfd):
 def unwritable(tmp_path):
     """A directory that cannot be made: below a file, which stops root as well, or below one without permission."""
     if os.geteuid() == 0:
+        (tmp_path / "a_file").write_text("")
         return tmp_path / "a_file" / "run"
     (tmp_path / "locked").mkdir(mode=0o500)
     return tmp_path / "locked" / "run"
@@ -200,17 +192,14 @@ def test_a_model_that_raises(capfd):
     assert f"mistaken_parts.py:{line}, in helper." in message
     assert message.splitlines()[-1] == "safetrain: the exception above was raised while training, at step 0"
     assert is_short(message)
+    assert run(["fit", "c.yaml", "-v", "model._target_=./mistaken_parts.py:Raising"], verbose=True) == 1
+    trace, message = reported(capfd)
+    assert "in run_step" in trace  # no frame is left out
+    assert "left out" not in message
     with pytest.raises(RuntimeError, match="is invalid for input") as raised:
         SafeTrainer(config=load_config("c.yaml", ["model._target_=./mistaken_parts.py:Raising"])).fit()
     assert raised.value.__cause__ is None
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "helper"
-
-
-def test_with_v_no_frame_is_left_out(capfd):
-    assert run(["fit", "c.yaml", "-v", "model._target_=./mistaken_parts.py:Raising"], verbose=True) == 1
-    trace, message = reported(capfd)
-    assert "in run_step" in trace
-    assert "left out" not in message
 
 
 def test_what_led_to_an_exception_is_kept(capfd):
@@ -250,12 +239,11 @@ class Wrong(nn.Module):
         return self.layer(x[:, :2])
 
 
-def test_nothing_of_ours_hides_an_exception_in_python(tmp_path):
-    batches = [(torch.randn(4, 3), torch.randn(4, 1))]
-    config = {"logging": {"console": "off", "tensorboard": False}}
-    trainer = SafeTrainer(Wrong(), loss_fn=nn.MSELoss(), train_data=batches, config=config, run_dir=tmp_path / "run")
+def test_nothing_of_ours_hides_an_exception_in_python(make_trainer):
+    trainer = make_trainer(Wrong(), train_data=[(torch.randn(4, 3), torch.randn(4, 1))])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         trainer.fit()
+    assert trainer.run.result.status == "error"
     assert any(frame.name == "forward" and frame.filename == __file__ for frame in traceback.extract_tb(raised.tb))
 
 

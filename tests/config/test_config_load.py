@@ -6,29 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from config_files import problems_of, write
 from omegaconf import OmegaConf
 
-from safetrain import ConfigError
 from safetrain.config import Config, LoopConfig, Override, bundled_dir, load, load_config, recipe_names, to_yaml
 from safetrain.guards import DEFAULT, REGISTRY
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, text: str) -> Path:
-    path = Path.cwd() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def problems_of(source: object, overrides: object = ()) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source, overrides)  # type: ignore[arg-type]
-    return caught.value.problems
 
 
 def test_no_source_gives_the_defaults_with_every_default_guard() -> None:
@@ -53,20 +35,10 @@ def test_every_kind_of_source_is_completed_with_defaults(source: object) -> None
     assert load_config(source) == expected  # type: ignore[arg-type]
 
 
-def test_a_file_is_found_by_str_and_by_path() -> None:
+def test_a_file_is_found_by_str_and_by_path_and_nothing_else_is_read() -> None:
     path = write("sub/mine.yaml", "loop: {max_steps: 7}\n")
     assert load_config("sub/mine.yaml") == load_config(path) == load_config(str(path))
     assert load_config(path).loop.max_steps == 7
-
-
-def test_a_loaded_config_loads_again_to_an_equal_one() -> None:
-    config = load_config(
-        {"model": {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}, "guards": None}
-    )
-    assert load_config(config) == config
-
-
-def test_another_type_of_source_is_refused() -> None:
     assert "cannot be read from a int" in problems_of(3)[0]
     assert "cannot be read from a list" in problems_of([1])[0]
 
@@ -80,13 +52,9 @@ def test_name_is_the_files_unless_given() -> None:
     assert load_config({"seed": 1}).name == "run"
 
 
-def test_an_empty_file_means_the_defaults() -> None:
-    write("run.yaml", "# nothing\n")
-    assert load_config("run.yaml") == load_config()
-
-
-def test_empty_sections_mean_their_defaults() -> None:
-    write("run.yaml", "loop:\ndata:\nrecovery: null\n")
+@pytest.mark.parametrize("text", ["# nothing\n", "loop:\ndata:\nrecovery: null\n"], ids=["file", "sections"])
+def test_what_is_empty_means_its_defaults(text: str) -> None:
+    write("run.yaml", text)
     assert load_config("run.yaml") == load_config()
 
 
@@ -95,13 +63,8 @@ def test_empty_sections_mean_their_defaults() -> None:
 
 def test_recipes_are_found_by_name_from_any_directory() -> None:
     assert (bundled_dir() / "configs").is_dir()
-    names = recipe_names()
-    assert "quickstart" in names
-    assert load_config("quickstart").name == "quickstart"
-
-
-def test_a_recipe_is_found_although_a_directory_has_its_name() -> None:
-    Path("quickstart").mkdir()
+    assert "quickstart" in recipe_names()
+    Path("quickstart").mkdir()  # hides nothing
     assert load_config("quickstart").name == "quickstart"
 
 
@@ -137,7 +100,7 @@ def test_a_missing_file_names_its_close_neighbours() -> None:
 def test_extends_merges_deep_later_wins_and_the_file_wins_over_all() -> None:
     write("a.yaml", "loop: {max_steps: 1, log_every: 1, grad_accum: 1}\nseed: 1\n")
     write("sub/b.yaml", "extends: ../a.yaml\nloop: {log_every: 2, grad_accum: 2}\n")
-    write("c.yaml", "loop: {eval_every: 9, log_every: 7}\n")
+    write("c.yaml", "extends: a.yaml\nloop: {eval_every: 9, log_every: 7}\n")  # of the same base
     write("main.yaml", "extends: [c.yaml, sub/b.yaml]\nloop: {grad_accum: 3}\n")
     config = load_config("main.yaml")
     loop = config.loop
@@ -151,28 +114,20 @@ def test_extends_takes_a_recipe_and_works_in_a_dict() -> None:
     assert load_config({"extends": ["quickstart"], "loop": {"max_steps": 3}}) == expected
 
 
-def test_extends_in_a_circle_prints_the_chain() -> None:
-    write("a.yaml", "extends: b.yaml\n")
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("seed: 1\nextends: [nope.yaml]\n", "a.yaml:2: extends:", "'nope.yaml' is neither a file nor a recipe"),
+        ("extends: 3\n", "a.yaml:1: extends:", "must be a file or recipe name"),
+        ("extends: b.yaml\n", "b.yaml:2: extends:", "a.yaml → b.yaml → a.yaml"),
+    ],
+)
+def test_extends_of_a_missing_file_or_in_a_circle_says_where(text: str, place: str, message: str) -> None:
+    write("a.yaml", text)
     write("b.yaml", "seed: 1\nextends: [a.yaml]\n")
     (problem,) = problems_of("a.yaml")
-    assert problem.startswith("b.yaml:2: extends:")
-    assert "a.yaml → b.yaml → a.yaml" in problem
-
-
-def test_two_files_may_extend_the_same_base() -> None:
-    write("base.yaml", "seed: 4\n")
-    write("a.yaml", "extends: base.yaml\n")
-    write("b.yaml", "extends: base.yaml\n")
-    write("main.yaml", "extends: [a.yaml, b.yaml]\n")
-    assert load_config("main.yaml").seed == 4
-
-
-def test_extends_of_a_missing_file_says_where() -> None:
-    write("a.yaml", "seed: 1\nextends: [nope.yaml]\n")
-    (problem,) = problems_of("a.yaml")
-    assert problem.startswith("a.yaml:2: extends: 'nope.yaml' is neither a file nor a recipe")
-    write("a.yaml", "extends: 3\n")
-    assert "must be a file or recipe name" in problems_of("a.yaml")[0]
+    assert problem.startswith(place)
+    assert message in problem
 
 
 def test_an_empty_section_keeps_what_was_extended() -> None:
@@ -271,18 +226,14 @@ def test_guards_are_typed_and_completed() -> None:
     assert isinstance(config.guards["clip"].max_norm, float)
 
 
-def test_null_turns_one_guard_off_or_all() -> None:
+def test_null_turns_one_guard_off_or_all_and_what_is_off_can_be_turned_on_again() -> None:
     assert load_config({"guards": {"clip": None}}).guards["clip"] is None
     assert load_config({"guards": None}).guards == dict.fromkeys(DEFAULT)
     write("base.yaml", "guards: {clip: {mode: norm}, mine: {_target_: builtins.dict}}\n")
     write("a.yaml", "extends: base.yaml\nguards: null\n")
     assert load_config("a.yaml").guards == dict.fromkeys(DEFAULT)
-
-
-def test_a_guard_turned_off_below_can_be_turned_on_again_with_its_defaults() -> None:
-    write("base.yaml", "guards: null\n")
-    write("a.yaml", "extends: base.yaml\nguards: {clip: {mode: norm}}\n")
-    guards = load_config("a.yaml").guards
+    write("again.yaml", "extends: a.yaml\nguards: {clip: {mode: norm}}\n")
+    guards = load_config("again.yaml").guards
     assert guards["clip"] == REGISTRY["clip"].Config(mode="norm")
     assert guards["finite"] is None
 
@@ -293,20 +244,6 @@ def test_an_outside_guard_stays_a_target_and_can_be_turned_off() -> None:
     assert load_config("a.yaml").guards["mine"] == {"_target_": f"{Path.cwd() / 'g.py'}:Mine", "limit": 3}
     for off in ("guards.mine=null", "~guards.mine"):
         assert "mine" not in load_config("a.yaml", [off]).guards
-
-
-def test_a_guard_with_nothing_after_the_colon_is_ambiguous() -> None:
-    write("a.yaml", "guards:\n  clip:\n")
-    (problem,) = problems_of("a.yaml")
-    assert problem.startswith("a.yaml:2: guards.clip: nothing after the colon")
-    write("a.yaml", "seed: 1\nguards:\n")
-    (problem,) = problems_of("a.yaml")
-    assert problem.startswith("a.yaml:2: guards: nothing after the colon")
-
-
-def test_a_misspelt_guard_that_is_turned_off_is_not_silently_left_on() -> None:
-    (problem,) = problems_of({"guards": {"clp": None}})
-    assert "did you mean 'clip'" in problem
 
 
 # --- origins -----------------------------------------------------------------------------------------------------
@@ -364,6 +301,5 @@ def test_options_of_an_outside_guard_are_known_by_its_config(name: str) -> None:
     write("g.py", GUARD)
     good = {"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0}}}
     assert load_config(good).guards["mine"]["limit"] == 2.0
-    bad = {"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0, "limt": 2.0}}}
-    with pytest.raises(ConfigError, match="unknown argument 'limt', did you mean 'limit'"):
-        load_config(bad)
+    (problem,) = problems_of({"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0, "limt": 2.0}}})
+    assert "unknown argument 'limt', did you mean 'limit'" in problem

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from config_files import problems_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain import ConfigError
 from safetrain.config import Config, load_config
 from safetrain.config.schema import LADDER
 from safetrain.core.fields import fields_of
@@ -21,9 +21,7 @@ from safetrain.guards import REGISTRY
 
 
 def problem_of(*overrides: str, source: object = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source, overrides)  # type: ignore[arg-type]
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(source, overrides)
     return problem
 
 
@@ -104,8 +102,7 @@ def test_problem(override: str, problem: str) -> None:
 
 
 def test_a_string_instead_of_a_list_is_not_taken_letter_by_letter() -> None:
-    with pytest.raises(ConfigError, match="overrides must be a list of strings"):
-        load_config(None, "seed=1")
+    assert "overrides must be a list of strings" in problems_of(None, "seed=1")[0]
 
 
 # --- properties --------------------------------------------------------------------------------------------------

@@ -24,27 +24,8 @@ scalars = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=12),
-    st.sampled_from(
-        [
-            "${seed}",
-            "\\${",
-            "\\\\${x}\\",
-            "1e-3",
-            "no",
-            "null",
-            "~",
-            "1:30",
-            "",
-            " x ",
-            "a: b",
-            "# c",
-            "2020-01-01",
-            "<<",
-            "=",
-            "0o7",
-            "1_0",
-        ]
-    ),
+    st.sampled_from(["${seed}", "\\${", "\\\\${x}\\", "", " x ", "a: b", "# c"]),
+    st.sampled_from(["1e-3", "no", "null", "~", "1:30", "2020-01-01", "<<", "=", "0o7", "1_0"]),
 ).filter(lambda value: value != "???")
 arguments = st.recursive(
     scalars,
@@ -137,10 +118,6 @@ def test_the_schema_text_names_every_field_with_what_it_accepts() -> None:
     for name, guard in REGISTRY.items():
         assert f"    {name}: " in text
         assert all(f"        {option}: " in text for option in fields_of(guard.Config))
-
-
-def test_the_schema_of_a_config_shows_what_its_targets_accept() -> None:
-    assert "optimizer: torch.optim.AdamW(params, lr=0.001, " in schema_text(load_config())
 
 
 def test_the_json_schema_describes_every_field_with_its_limits() -> None:

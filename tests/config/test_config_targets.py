@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_files import problems_of, write
 
 from safetrain import ConfigError
 from safetrain.config import import_target, instantiate, load_config
@@ -23,19 +24,6 @@ def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-
-
-def write(name: str, text: str) -> Path:
-    path = Path.cwd() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def problems_of(source: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source)  # type: ignore[arg-type]
-    return caught.value.problems
 
 
 # --- static signatures -------------------------------------------------------------------------------------------

@@ -25,12 +25,8 @@ def test_order_means_nothing(given_verdicts, random):
     items = list(given_verdicts.items())
     shuffled = random.sample(items, len(items))
     one, other = merge(items), merge(shuffled)
-    assert (one.action, one.lr_scale, one.reasons, dict(one.verdicts)) == (
-        other.action,
-        other.lr_scale,
-        other.reasons,
-        dict(other.verdicts),
-    )
+    for name in ("action", "lr_scale", "reasons", "verdicts"):
+        assert getattr(one, name) == getattr(other, name)
     if items:
         assert one.decisive == other.decisive
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import journal
 from small import make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
@@ -114,16 +114,15 @@ def shares(batches: list[Any], scenario: Scenario, accumulate: int, world_size: 
 def _spoil(batch: tuple[torch.Tensor, torch.Tensor], fault: str, index: int, accumulate: int) -> None:
     inputs, targets = batch
     step, micro_batch = divmod(index, accumulate)
-    if fault == "nan" and step == BAD_STEP:
-        inputs.fill_(float("nan"))
-    if fault == "nan_micro" and step == BAD_STEP and micro_batch == accumulate - 1:
-        inputs.fill_(float("nan"))
-    if fault == "huge" and step == BAD_STEP:
-        inputs.fill_(1e5)  # beyond the range of half precision
-    if fault == "nan_sample" and step == BAD_STEP:
-        inputs[0].fill_(float("nan"))
     if fault == "spike" and step == SPIKE_STEP:
         targets.fill_(300.0)
+    elif step == BAD_STEP:
+        if fault == "nan" or (fault == "nan_micro" and micro_batch == accumulate - 1):
+            inputs.fill_(float("nan"))
+        if fault == "huge":
+            inputs.fill_(1e5)  # beyond the range of half precision
+        if fault == "nan_sample":
+            inputs[0].fill_(float("nan"))
 
 
 def train(scenario: Scenario, run_dir: str, rank: int, world_size: int) -> Record:
@@ -149,8 +148,7 @@ def train(scenario: Scenario, run_dir: str, rank: int, world_size: int) -> Recor
     moments = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
-    journal = Path(run_dir) / "journal.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()] if rank == 0 else []
+    lines = journal(Path(run_dir)) if rank == 0 else []
     return Record(
         error,
         message,

@@ -1,10 +1,13 @@
 """Small models, data with faults in known places, and a comparison of whole states."""
 
 import copy
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+fused_adamw = partial(torch.optim.AdamW, fused=True)
 
 
 def make_model(dropout=0.1, norm=True):
@@ -22,6 +25,13 @@ def make_batches(count, bad=(), value=float("nan"), size=8):
     batches = [(torch.randn(size, 6), torch.randn(size, 1)) for _ in range(count)]
     for index in bad:
         batches[index][0].fill_(value)  # every sample: leaving some out cannot repair it
+    return batches
+
+
+def with_bad_samples(batches, *places):
+    """`places` are pairs of a batch and its sample."""
+    for index, sample in places:
+        batches[index][0][sample] = float("nan")
     return batches
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import assert_same, make_batches
+from small import assert_same, deep_state, make_batches
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW
@@ -42,16 +41,11 @@ def model() -> Two:
     return Two()
 
 
-def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path, batches: list, **config) -> SafeTrainer:
-    config = {"logging": {"console": "off", "tensorboard": False}, "loop": {"max_epochs": 1}, **config}
-    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "train_data": batches}
-    return SafeTrainer(model, **parts, config=config, run_dir=run_dir)
-
-
-def test_numbers_are_those_of_each_by_itself(model: Two, tmp_path: Path):
+def test_numbers_are_those_of_each_by_itself(model: Two, make_trainer):
     twin, batches = copy.deepcopy(model), make_batches(20)
     group = OptimizerGroup(**optimizers(model))
-    assert trainer(model, group, tmp_path, batches, guards=None).fit().healthy
+    parts = {"loss_fn": loss_fn, "train_data": batches, "config": {"guards": None}}
+    assert make_trainer(model, optimizer=group, **parts).fit().healthy
     by_hand = optimizers(twin)
     for batch in batches:
         loss_fn(twin, batch).backward()
@@ -62,24 +56,20 @@ def test_numbers_are_those_of_each_by_itself(model: Two, tmp_path: Path):
     assert set(group.state) == set(model.parameters())
 
 
-def test_a_refused_step_moves_neither(model: Two, tmp_path: Path):
+def test_a_refused_step_moves_neither(model: Two, make_trainer):
     group = OptimizerGroup(**optimizers(model))
     seen = []
 
     class Watched(SafeTrainer):
         def on_incident(self, incident):
-            seen.append(copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())))
+            seen.append(deep_state(self))
 
         def on_commit(self, view):
             if view.step == 4:
-                seen.append(copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())))
+                seen.append(deep_state(self))
 
-    config = {"logging": {"console": "off", "tensorboard": False}, "loop": {"max_epochs": 1}}
-    batches = make_batches(7, bad=[5])
-    result = Watched(
-        model, loss_fn=loss_fn, optimizer=group, train_data=batches, config=config, run_dir=tmp_path / "run"
-    ).fit()
-    assert result.skipped == 1
+    parts = {"loss_fn": loss_fn, "optimizer": group, "train_data": make_batches(7, bad=[5])}
+    assert make_trainer(model, Watched, **parts).fit().skipped == 1
     before, after = seen
     assert_same(before, after)
 
@@ -93,21 +83,30 @@ def test_a_part_without_a_gradient_does_not_move(model: Two):
     assert torch.equal(model.second.weight, before["second.weight"])
 
 
-def test_a_schedule_and_a_scale_act_on_all(model: Two, tmp_path: Path):
+def test_a_schedule_and_a_scale_act_on_all(model: Two):
     group = OptimizerGroup(**optimizers(model))
     schedule = torch.optim.lr_scheduler.LambdaLR(group, lambda step: 0.5**step)
-    runner = trainer(model, group, tmp_path, make_batches(2))
-    with scaled_lr(runner.optimizer, 0.1):
-        assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx(
-            [1e-3, 1e-2]
-        )
+
+    def rates() -> list[float]:
+        return [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()]
+
+    with scaled_lr(group, 0.1):
+        assert rates() == pytest.approx([1e-3, 1e-2])
     model.first(torch.randn(3, 6)).sum().backward()
     group.step()
     schedule.step()
-    assert [optimizer.param_groups[0]["lr"] for optimizer in group.optimizers.values()] == pytest.approx([5e-3, 5e-2])
+    assert rates() == pytest.approx([5e-3, 5e-2])
 
 
-def test_a_saved_state_continues_exactly(model: Two):
+def loaded(pair: tuple[Two, OptimizerGroup]) -> tuple[Two, OptimizerGroup]:
+    twin = copy.deepcopy(pair[0])
+    group = OptimizerGroup(**optimizers(twin))
+    group.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    return twin, group
+
+
+@pytest.mark.parametrize("copied", [loaded, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_saved_state_and_a_copy_continue_exactly(model: Two, copied: Any):
     batches = make_batches(10)
 
     def steps(model: Two, group: OptimizerGroup, some: list) -> None:
@@ -118,9 +117,7 @@ def test_a_saved_state_continues_exactly(model: Two):
 
     group = OptimizerGroup(**optimizers(model))
     steps(model, group, batches[:5])
-    twin = copy.deepcopy(model)
-    twin_group = OptimizerGroup(**optimizers(twin))
-    twin_group.load_state_dict(copy.deepcopy(group.state_dict()))
+    twin, twin_group = copied((model, group))
     steps(model, group, batches[5:])
     steps(twin, twin_group, batches[5:])
     assert_same(model.state_dict(), twin.state_dict())
@@ -157,23 +154,3 @@ def test_their_arguments_mean_what_torch_means_by_them(make: Any, kind: Any) -> 
     assert make(model.parameters()).defaults == kind(model.parameters(), fused=True).defaults
     with pytest.raises(ValueError, match="learning rate"):
         make(model.parameters(), lr=-1.0)
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))], ids=["copy", "pickle"]
-)
-def test_a_copy_of_a_group_of_optimizers_steps(copied):
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    group = OptimizerGroup(
-        a=torch.optim.AdamW(parameters[:1], lr=0.1), b=torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)
-    )
-    for parameter in parameters:
-        parameter.grad = torch.ones(3)
-    group.step()
-    other = copied(group)
-    for each in (group, other):
-        for parameter in (p for part in each.param_groups for p in part["params"]):
-            parameter.grad = torch.ones(3)
-        each.step()
-    assert_same(group.state_dict(), other.state_dict())
-    assert_same(*([p for part in each.param_groups for p in part["params"]] for each in (group, other)))

@@ -16,18 +16,14 @@ def rates(optimizer):
     return [group["lr"] for group in optimizer.param_groups]
 
 
-def test_a_scale_of_one_leaves_the_groups_alone():
-    optimizer = two_groups()
-    before = [group["lr"] for group in optimizer.param_groups]
-    with scaled_lr(optimizer, 1.0):
-        assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, before, strict=True))
-
-
 def test_every_group_is_scaled_inside_and_exactly_as_before_afterwards():
     optimizer = two_groups(lr=0.3)
+    before = rates(optimizer)
+    with scaled_lr(optimizer, 1.0):
+        assert all(lr is known for lr, known in zip(rates(optimizer), before, strict=True))
     with scaled_lr(optimizer, 0.1):
         assert rates(optimizer) == [0.3 * 0.1, 3.0 * 0.1]
-    assert rates(optimizer) == [0.3, 3.0]
+    assert rates(optimizer) == before == [0.3, 3.0]
 
 
 def test_the_scale_is_taken_off_when_the_step_raises():
@@ -68,7 +64,12 @@ def test_a_scaled_step_does_not_change_the_schedule():
     assert schedule.lrs == tuple(rates(plain))
 
 
-def test_without_a_scheduler_the_rate_stays():
+class Constant:
+    def step(self) -> None:
+        pass
+
+
+def test_without_a_scheduler_the_rate_stays_and_there_is_no_state():
     optimizer = two_groups()
     schedule = Schedule(optimizer)
     optimizer.step()
@@ -76,9 +77,10 @@ def test_without_a_scheduler_the_rate_stays():
     schedule.step_with_metric(1.0)
     schedule.load_state_dict(None)
     assert (schedule.lrs, schedule.error, schedule.state_dict()) == ((0.1, 1.0), None, None)
+    assert Schedule(optimizer, Constant()).state_dict() is None
 
 
-def test_a_plateau_follows_the_metric_only():
+def test_only_a_plateau_follows_the_metric_and_nothing_else():
     optimizer = two_groups()
     schedule = Schedule(optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
     for _ in range(3):
@@ -88,14 +90,10 @@ def test_a_plateau_follows_the_metric_only():
     schedule.step_with_metric(1.0)
     schedule.step_with_metric(2.0)
     assert schedule.lrs == (0.05, 0.5)
-
-
-def test_other_schedules_do_not_follow_the_metric():
-    optimizer = two_groups()
-    schedule = Schedule(optimizer, StepLR(optimizer, 1))
-    schedule.step_with_metric(1.0)
-    assert not schedule.needs_metric
-    assert schedule.lrs == (0.1, 1.0)
+    other = Schedule(optimizer, StepLR(optimizer, 1))
+    other.step_with_metric(1.0)
+    assert not other.needs_metric
+    assert other.lrs == (0.05, 0.5)
 
 
 def test_an_error_of_the_scheduler_is_kept():
@@ -122,11 +120,3 @@ def test_the_state_can_be_loaded_into_another_schedule():
     resumed.step()
     assert resumed.scheduler.last_epoch == 3
     assert resumed.lrs == pytest.approx((0.01, 0.1))
-
-
-def test_a_scheduler_without_state_has_none_to_save():
-    class Constant:
-        def step(self) -> None:
-            pass
-
-    assert Schedule(two_groups(), Constant()).state_dict() is None

@@ -38,11 +38,6 @@ def test_ls_as_json_holds_every_fact(capsys: pytest.CaptureFixture[str]):
     assert [Recipe(**facts) for facts in json.loads(capsys.readouterr().out)] == all_recipes()
 
 
-def test_ls_does_not_import_torch():
-    code = "import sys; from safetrain.cli.main import run; assert run(['recipes', 'ls']) == 0; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 def test_header_is_read():
     recipe = read_recipe("image")
     assert recipe.what == "A small residual network that classifies images."
@@ -88,11 +83,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]):
     assert "vae.py" in capsys.readouterr().err
     assert Path("mine/vae.py").read_text(encoding="utf-8") == "precious"
     assert [path.name for path in Path("mine").iterdir()] == ["vae.py"]
-
-
-def test_other_files_in_the_destination_stay(capsys: pytest.CaptureFixture[str]):
-    Path("mine").mkdir()
-    Path("mine/notes.txt").write_text("precious", encoding="utf-8")
+    Path("mine/vae.py").rename("mine/notes.txt")  # other files stay
     assert safetrain(["recipes", "cp", "vae", "mine"]) == 0
     assert Path("mine/notes.txt").read_text(encoding="utf-8") == "precious"
 

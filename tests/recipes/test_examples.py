@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import runpy
 from pathlib import Path
@@ -77,17 +76,14 @@ def test_the_diff_shown_is_the_difference():
     assert "\n".join(line.rstrip() for line in diff) in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-def test_several_optimizers(execute):
+def test_several_optimizers(execute, make_trainer):
     names = execute("4_several_optimizers/train.py")
     assert names["result"].healthy
     assert 0.8 < names["samples"].norm(dim=1).mean() < 1.2
     model, trainer = names["trainer"].model, names["trainer"]
     steps = {name: trainer.optimizer.state[next(part.parameters())]["step"] for name, part in model.named_children()}
     assert steps == {"generator": 300, "discriminator": 600}
-
-
-def test_several_optimizers_refuse_together(execute):
-    names = execute("4_several_optimizers/train.py")
+    # They refuse together.
     batches = [torch.randn(16, 2) for _ in range(6)]
     batches[3].fill_(torch.nan)
     weights = []
@@ -99,8 +95,7 @@ def test_several_optimizers_refuse_together(execute):
         def on_incident(self, incident):
             weights.append([p.detach().clone() for p in self.model.parameters()])
 
-    config = {"loop": {"max_epochs": 1}, "logging": {"console": "off", "tensorboard": False}}
-    result = Watched(names["GAN"](), train_data=batches, config=config, run_dir=os.path.join("runs", "refused")).fit()
+    result = make_trainer(names["GAN"](), Watched, train_data=batches, loss_fn=None).fit()
     assert [incident.step for incident in result.incidents] == [3]
     assert_same(weights[2], weights[3])
     assert not torch.equal(weights[3][0], weights[5][0])

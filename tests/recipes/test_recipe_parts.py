@@ -283,19 +283,25 @@ def test_the_physics_equal_gymnasiums():
         np.testing.assert_allclose(ours.observe(), theirs.observe(), rtol=1e-4, atol=1e-6)
 
 
-def test_without_gymnasium_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match=r"needs gymnasium\. To fix: pip install gymnasium"):
-        get("policy_gradient:Rollouts")(env="Acrobot-v1")
+@pytest.mark.parametrize(
+    ("package", "part", "arguments", "message"),
+    [
+        (
+            "gymnasium",
+            "policy_gradient:Rollouts",
+            {"env": "Acrobot-v1"},
+            r"needs gymnasium\. To fix: pip install gymnasium",
+        ),
+        ("transformers", "finetune_hf:build_model", {"vocab_size": 256}, r"pip install 'safetrain\[hf\]'"),
+    ],
+)
+def test_without_a_package_the_message_says_what_to_install(monkeypatch, package, part, arguments, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=message):
+        get(part)(**arguments)
 
 
 # ---- finetune_hf -----------------------------------------------------------------------------------------------------
-
-
-def test_without_transformers_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'safetrain\[hf\]'"):
-        get("finetune_hf:build_model")(vocab_size=256)
 
 
 def test_only_the_answer_has_labels():

@@ -5,25 +5,18 @@ import json
 import pytest
 import torch
 from records import journal
-from small import make_model, mse
+from small import make_model
 
-from safetrain import SafeTrainer, TrainingStopped
+from safetrain import TrainingStopped
 
 
 @pytest.fixture
-def make_trainer(tmp_path):
+def make_trainer(make_trainer):
     """A quiet SafeTrainer whose ladder has the named rungs only; other parts of `recovery` as keywords of `recovery`."""
-    made = []
 
-    def make(*ladder, model=None, cls=SafeTrainer, config=None, recovery=None, **parts):
-        config = dict(config or {})
-        config["recovery"] = {**({"ladder": list(ladder)} if ladder else {}), **(recovery or {})}
-        config.setdefault("logging", {"console": "off", "tensorboard": False})
-        run_dir = parts.pop("run_dir", tmp_path / f"run-{len(made)}")
-        parts.setdefault("loss_fn", mse)
-        trainer = cls(make_model(dropout=0.0) if model is None else model, config=config, run_dir=run_dir, **parts)
-        made.append(trainer)
-        return trainer
+    def make(*ladder, model=None, config=None, recovery=None, **parts):
+        config = {**(config or {}), "recovery": {**({"ladder": list(ladder)} if ladder else {}), **(recovery or {})}}
+        return make_trainer(make_model(dropout=0.0) if model is None else model, config=config, **parts)
 
     return make
 
@@ -61,9 +54,8 @@ def check_stopped():
         assert result.status == "stopped"
         assert stopped.value.incident.decision.action == "stop"
         for expected in reasons:
-            assert any(expected in reason for reason in stopped.value.incident.decision.reasons), (
-                expected, stopped.value.incident.decision.reasons,
-            )  # fmt: skip
+            found = stopped.value.incident.decision.reasons
+            assert any(expected in reason for reason in found), (expected, found)
             assert expected in str(stopped.value)
         assert journal(result)[-1]["status"] == "stopped"
         return result

@@ -6,16 +6,13 @@ import math
 import pytest
 import torch
 import yaml
+from checkpoint_cases import Gone
 from small import assert_same, make_batches, make_model
 from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer
 from safetrain.precision.islands import islands_of
-
-
-class Gone(Exception):
-    pass
 
 
 class Dying(SafeTrainer):
@@ -130,14 +127,9 @@ def test_a_patch_of_an_edited_line_is_not_installed(make_trainer, tmp_path, capl
         scope = {}
         exec(compile(text, str(source), "exec"), scope)
         torch.manual_seed(1)
-        parts = singular(loss_fn=scope["loss"])
-        config = {"checkpoint": {"every_steps": 4}}
-        parts.pop("config")
         first = name == "as it was"
-        trainer = make_trainer(
-            cls=Dying if first else SafeTrainer, train_data=batches_with_zero(), config=config, run_dir=tmp_path / "run",
-            **parts,
-        )  # fmt: skip
+        parts = singular(loss_fn=scope["loss"], config={"checkpoint": {"every_steps": 4}}, run_dir=tmp_path / "run")
+        trainer = make_trainer(cls=Dying if first else SafeTrainer, train_data=batches_with_zero(), **parts)
         if first:
             with pytest.raises(Gone):
                 trainer.fit()

@@ -3,11 +3,12 @@
 import copy
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from small import assert_same
+from small import assert_same, deep_state
 
 from safetrain.guards import DEFAULT
 
@@ -30,21 +31,16 @@ def tasks():
 def test_guards_that_do_not_fire_change_no_bit(make_trainer, tasks, name):
     task, states = tasks[name](0, False), []
     for guards in ({"clip": None}, None):
+        parts = {
+            "optimizer": partial(torch.optim.AdamW, lr=task.lr),
+            "scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=NUM_STEPS),
+            "config": {"seed": 0, "guards": guards, "loop": {"max_steps": NUM_STEPS}},
+        }
         model = copy.deepcopy(task.model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-        config = {"seed": 0, "guards": guards, "loop": {"max_steps": NUM_STEPS}}
-        trainer = make_trainer(
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            loss_fn=task.loss,
-            train_data=task.batches,
-            config=config,
-        )
+        trainer = make_trainer(model=model, loss_fn=task.loss, train_data=task.batches, **parts)
         result = trainer.fit()
         assert result.healthy
         assert result.steps == result.attempted == NUM_STEPS
         assert {guard.name for guard in trainer.guards} == (set() if guards is None else {*DEFAULT} - {"clip"})
-        states.append([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
+        states.append(deep_state(trainer))
     assert_same(*states)

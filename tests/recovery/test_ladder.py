@@ -1,13 +1,11 @@
 """Which rungs are tried, in which order; custom rungs in YAML or in code."""
 
-import math
 import sys
 
 import pytest
-import torch
-from small import make_batches
+from small import make_batches, with_bad_samples
 
-from safetrain import ConfigError, TrainingStopped
+from safetrain import ConfigError
 from safetrain.config import load_config, to_yaml
 from safetrain.config.schema import LADDER, RecoveryConfig
 from safetrain.core.verdict import Action
@@ -44,16 +42,11 @@ not_a_rung = 3
 
 
 def bad_second_half(*indices):
-    batches = make_batches(12)
-    for index in indices:
-        batches[index][0][4:] = math.nan
-    return batches
+    return with_bad_samples(make_batches(12), *((index, slice(4, None)) for index in indices))
 
 
 def bad_sample():
-    batches = make_batches(8)
-    batches[4][0][2] = math.nan
-    return batches
+    return with_bad_samples(make_batches(8), (4, 2))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +133,3 @@ def test_an_object_that_is_no_rung_is_a_config_error(tmp_path):
 
 def test_the_default_ladder_has_every_built_in_rung():
     assert list(RUNGS) == list(LADDER)
-
-
-def test_a_stop_of_a_guard_is_not_recovered_from(make_trainer):
-    trainer = make_trainer(train_data=make_batches(6))
-    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: math.nan if step == 3 else 1.0
-    )
-    with pytest.raises(TrainingStopped, match="learning rate is nan"):
-        trainer.fit()
-    assert trainer.ladder.spent == {}

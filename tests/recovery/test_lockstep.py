@@ -35,20 +35,14 @@ def train(rank, fault, run_dir):
     torch.manual_seed(3)
     batches = [(torch.randn(4, 6), torch.randn(4, 1)) for _ in range(16)]
     guilty = batches[2 * BAD_STEP + 1][0]  # every second batch is rank 1's
-    if fault == "data":
-        guilty[2] = float("nan")
-    else:
-        guilty[2] = 0.0
+    guilty[2] = float("nan") if fault == "data" else 0.0
     model = Model()
     trainer = SafeTrainer(
         model,
         loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         train_data=batches,
-        config={
-            "loop": {"device": "cpu", "strategy": "fsdp"},
-            "logging": {"console": "off", "tensorboard": False},
-        },
+        config={"loop": {"device": "cpu", "strategy": "fsdp"}, "logging": {"console": "off", "tensorboard": False}},
         run_dir=run_dir,
     )
     result = trainer.fit()

@@ -1,6 +1,7 @@
 """Windows of micro-batches, and clipping between backward and the optimizer step."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,9 +22,7 @@ def test_dropping_a_bad_micro_batch_equals_a_window_without_it(make_trainer, pre
         torch.manual_seed(1)
         model = make_model(dropout=0.0)
         config = {"loop": {"grad_accum": 4, "precision": precision}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES}
-        trainer = make_trainer(
-            model, train_data=data, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-        )
+        trainer = make_trainer(model, train_data=data, config=config, optimizer=partial(torch.optim.SGD, lr=0.1))
         sizes = iter(accum)
         take = trainer.stream.take
         trainer.stream.take = lambda count, take=take, sizes=sizes: take(next(sizes, count))
@@ -34,38 +33,27 @@ def test_dropping_a_bad_micro_batch_equals_a_window_without_it(make_trainer, pre
 
 
 def test_a_dropped_micro_batch_is_an_incident_that_names_it(make_trainer):
-    result = make_trainer(
-        train_data=make_batches(8, bad=(2, 3)),
-        config={"loop": {"grad_accum": 4}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES},
-    ).fit()
+    config = {"loop": {"grad_accum": 4}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES}
+    result = make_trainer(train_data=make_batches(8, bad=(2, 3)), config=config).fit()
     (incident,) = result.incidents
     assert (result.steps, result.skipped, result.healthy) == (2, 0, False)
     assert incident.decision.action == "commit"
     assert any("micro-batch 2, 3 of 4 left out" in reason for reason in incident.decision.reasons)
 
 
-def test_a_window_of_only_bad_micro_batches_is_refused(make_trainer):
-    result = make_trainer(
-        train_data=make_batches(8, bad=(0, 1)),
-        config={"loop": {"grad_accum": 2}, "guards": DROP, "recovery": ONLY_MICRO_BATCHES},
-    ).fit()
-    assert (result.steps, result.skipped) == (3, 1)
-
-
-def test_without_drop_micro_batch_the_whole_window_is_refused(make_trainer):
-    result = make_trainer(train_data=make_batches(8, bad=(2,)), config={"loop": {"grad_accum": 4}}).fit()
-    assert (result.steps, result.skipped) == (1, 1)
+@pytest.mark.parametrize(("guards", "bad", "accum", "outcome"), [(DROP, (0, 1), 2, (3, 1)), ({}, (2,), 4, (1, 1))])
+def test_a_window_is_refused_if_all_is_bad_or_nothing_may_be_dropped(make_trainer, guards, bad, accum, outcome):
+    config = {"loop": {"grad_accum": accum}, "guards": guards, "recovery": ONLY_MICRO_BATCHES}
+    result = make_trainer(train_data=make_batches(8, bad=bad), config=config).fit()
+    assert (result.steps, result.skipped) == outcome
 
 
 def test_a_short_window_is_normalised_by_its_true_count(make_trainer):
-    model = nn.Linear(6, 1)
-    seen = []
+    model, seen, batches = nn.Linear(6, 1), [], make_batches(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
-    batches = make_batches(5)
-    make_trainer(
-        model, optimizer=optimizer, train_data=batches, config={"loop": {"grad_accum": 3}, "guards": None}
-    ).fit()
+    config = {"loop": {"grad_accum": 3}, "guards": None}
+    make_trainer(model, optimizer=optimizer, train_data=batches, config=config).fit()
     for grad, window in zip(seen, (batches[:3], batches[3:]), strict=True):
         model.zero_grad()
         (sum(mse(model, b) for b in window) / len(window)).backward()
@@ -89,9 +77,15 @@ def norm(tensors):
     return torch.linalg.vector_norm(torch.stack([t.double().norm() for t in tensors])).item()
 
 
-def test_norm_clipping_is_after_backward_and_before_the_step(make_trainer):
-    _, grads = gradients_seen(make_trainer, make_model(), scaled(100.0), {"mode": "norm", "max_norm": 0.5})
+@pytest.mark.parametrize(
+    ("factor", "mode"), [(100.0, "norm"), (1e25, "norm"), (1e25, "group_norm")]
+)  # the norm of the huge ones overflows
+def test_the_norm_is_clipped_after_backward_and_before_the_step(make_trainer, factor, mode):
+    clip = {"mode": mode, "max_norm": 0.5}
+    result, grads = gradients_seen(make_trainer, make_model(), scaled(factor), clip)
+    assert result.healthy
     assert norm(grads) == pytest.approx(0.5, rel=1e-4)
+    assert min(g.abs().max().item() for g in grads if g.abs().max() > 0) > 0
 
 
 def test_value_clipping(make_trainer):
@@ -108,26 +102,18 @@ def test_each_parameter_group_is_clipped_separately(make_trainer):
     assert norm(grads[2:]) == pytest.approx(0.3, rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["norm", "group_norm"])
-def test_huge_finite_gradients_whose_norm_overflows_are_clipped(make_trainer, mode):
-    result, grads = gradients_seen(make_trainer, make_model(), scaled(1e25), {"mode": mode, "max_norm": 0.5})
-    assert result.healthy
-    assert norm(grads) == pytest.approx(0.5, rel=1e-4)
-    assert min(g.abs().max().item() for g in grads if g.abs().max() > 0) > 0
+def views_seen(make_trainer, clip, data, **parts):
+    views = []
+    trainer = make_trainer(train_data=data, config={"guards": {"clip": clip}}, **parts)
+    trainer.on_commit = views.append
+    trainer.fit()
+    return views
 
 
 def test_a_norm_overflow_is_reported_with_the_true_norm(make_trainer):
-    views = []
-
-    class Watching(SafeTrainer):
-        def on_commit(self, view):
-            views.append(view)
-
-    model = make_model()
-    config = {"guards": {"clip": {"mode": "norm"}}, "loop": {"max_steps": 1}}
-    make_trainer(model, Watching, loss_fn=scaled(1e25), train_data=make_batches(1), config=config).fit()
-    assert views[0].norm_overflow
-    assert 1e23 < views[0].grad_norm < 1e27
+    (view,) = views_seen(make_trainer, {"mode": "norm"}, make_batches(1), loss_fn=scaled(1e25))
+    assert view.norm_overflow
+    assert 1e23 < view.grad_norm < 1e27
 
 
 def test_a_norm_overflow_without_clipping_is_refused(make_trainer):
@@ -154,10 +140,8 @@ def test_sparse_gradients_are_measured_and_clipped(make_trainer):
         lambda *_: seen.append(norm([model.table.weight.grad.to_dense(), *(p.grad for p in model.fc.parameters())]))
     )
     config = {"guards": {"clip": {"mode": "norm", "max_norm": 0.01}}}
-    result = make_trainer(
-        model, loss_fn=lambda m, b: m(b) * 100, optimizer=optimizer, train_data=data, config=config
-    ).fit()
-    assert result.healthy
+    parts = {"optimizer": optimizer, "train_data": data, "config": config}
+    assert make_trainer(model, loss_fn=lambda m, b: m(b) * 100, **parts).fit().healthy
     assert seen == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
@@ -168,16 +152,8 @@ def test_the_logged_norm_is_the_one_before_clipping(make_trainer):
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
     model.zero_grad()
     model[1].reset_running_stats()
-    norms = []
-
-    class Watching(SafeTrainer):
-        def on_commit(self, view):
-            norms.append(view.grad_norm)
-
-    make_trainer(
-        model, Watching, train_data=[batch], config={"guards": {"clip": {"mode": "norm", "max_norm": 1e-3}}}
-    ).fit()
-    assert norms == [expected]
+    (view,) = views_seen(make_trainer, {"mode": "norm", "max_norm": 1e-3}, [batch], model=model)
+    assert view.grad_norm == expected
 
 
 def test_groups_that_are_added_during_the_run_are_clipped_too(make_trainer):
@@ -191,14 +167,8 @@ def test_groups_that_are_added_during_the_run_are_clipped_too(make_trainer):
                 self.before = [p.detach().clone() for p in self.model[0].parameters()]
 
     config = {"guards": {"clip": {"mode": "group_norm", "max_norm": 1e-3}}}
-    trainer = make_trainer(
-        model,
-        Unfreezing,
-        loss_fn=lambda m, b: 100 * mse(m, b),
-        optimizer=optimizer,
-        train_data=make_batches(2),
-        config=config,
-    )
+    parts = {"loss_fn": scaled(100.0), "optimizer": optimizer, "train_data": make_batches(2), "config": config}
+    trainer = make_trainer(model, Unfreezing, **parts)
     trainer.fit()
     moved = [(p.detach() - b).square().sum() for p, b in zip(model[0].parameters(), trainer.before, strict=True)]
     assert 0 < torch.stack(moved).sum().sqrt() <= 1.01e-3

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from rich.console import Console as RichConsole
-from small import make_batches, make_model, mse
+from small import make_batches
 
 from safetrain import SafeTrainer
 from safetrain.core import numbers
@@ -45,19 +45,22 @@ def terminal(monkeypatch):
     return begin
 
 
-def train(tmp_path, data, **config):
-    config = {"loop": {"log_every": 1}, "logging": {"console": "auto", "tensorboard": False}, **config}
-    trainer = SafeTrainer(make_model(), loss_fn=mse, train_data=data, config=config, run_dir=tmp_path / "run")
-    return trainer.fit()
+@pytest.fixture
+def train(make_trainer, tmp_path):
+    def run(data, cls=SafeTrainer, **config):
+        config = {"loop": {"log_every": 1}, "logging": {"console": "auto", "tensorboard": False}, **config}
+        return make_trainer(cls=cls, train_data=data, config=config, run_dir=tmp_path / "run").fit()
+
+    return run
 
 
 def plain(text):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_progress_below_and_incidents_above(terminal, tmp_path):
+def test_progress_below_and_incidents_above(terminal, train):
     screen = terminal()
-    train(tmp_path, make_batches(12, bad=(5,)))
+    train(make_batches(12, bad=(5,)))
     text = plain(screen.getvalue())
     drawn = re.findall(r"epoch 0  step (\d+)/12  [━─]+ +(\d+)%", text)
     assert drawn[0] == ("1", "8")
@@ -73,33 +76,32 @@ def test_progress_below_and_incidents_above(terminal, tmp_path):
         assert f"\n  {label:14}" in end
 
 
-def test_a_user_who_prints_does_not_disturb_it(terminal, tmp_path):
+def test_a_user_who_prints_does_not_disturb_it(terminal, train):
     class Talking(SafeTrainer):
         def on_commit(self, view):
             print("said", view.step)
 
-    screen, config = terminal(), {"logging": {"tensorboard": False}}
-    Talking(make_model(), loss_fn=mse, train_data=make_batches(4), config=config, run_dir=tmp_path / "run").fit()
+    screen = terminal()
+    train(make_batches(4), Talking)
     assert re.findall(r"said \d", plain(screen.getvalue())) == ["said 0", "said 1", "said 2", "said 3"]
 
 
-def test_the_cursor_is_given_back_when_user_code_raises(terminal, tmp_path):
+def test_the_cursor_is_given_back_when_user_code_raises(terminal, train):
     class Raising(SafeTrainer):
         def on_commit(self, view):
             raise KeyError("mine")
 
     screen = terminal()
-    trainer = Raising(make_model(), loss_fn=mse, train_data=make_batches(4), run_dir=tmp_path / "run")
     with pytest.raises(KeyError):
-        trainer.fit()
+        train(make_batches(4), Raising)
     text = screen.getvalue()
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert sys.stdout is screen
 
 
-def test_without_a_terminal_one_line_per_interval(tmp_path, capsys, monkeypatch):
+def test_without_a_terminal_one_line_per_interval(train, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    train(tmp_path, make_batches(12, bad=(5,)), loop={"log_every": 5})
+    train(make_batches(12, bad=(5,)), loop={"log_every": 5})
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "\r" not in out
@@ -108,8 +110,8 @@ def test_without_a_terminal_one_line_per_interval(tmp_path, capsys, monkeypatch)
     assert re.search(r"loss nan +grad nan +lr 1\.00e-03 .*refused \(1 skipped\)", lines[1])
 
 
-def test_quiet_prints_nothing(tmp_path, capfd):
-    train(tmp_path, make_batches(6, bad=(2,)), logging={"console": "off", "tensorboard": False})
+def test_quiet_prints_nothing(train, capfd):
+    train(make_batches(6, bad=(2,)), logging={"console": "off", "tensorboard": False})
     assert capfd.readouterr() == ("", "")
 
 
@@ -204,9 +206,9 @@ def test_durations(seconds, text):
     assert numbers.duration(seconds) == text
 
 
-def test_the_record_says_where_the_time_went(tmp_path):
+def test_the_record_says_where_the_time_went(train, tmp_path):
     data = make_batches(8, bad=(3,))
-    result = train(tmp_path, data, logging={"console": "off", "tensorboard": False})
+    result = train(data, logging={"console": "off", "tensorboard": False})
     assert result.timing["recovery"] > 0
     assert result.timing["guards"] > 0
     assert sum(result.timing.values()) < result.seconds

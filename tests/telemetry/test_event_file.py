@@ -5,12 +5,10 @@ import resource
 import signal
 
 import pytest
-import torch
-from small import make_batches, make_model, mse
+from small import make_batches
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from safetrain import SafeTrainer
 from safetrain.telemetry.event_file import EventFile
 
 
@@ -60,13 +58,10 @@ def test_what_does_not_fit_is_an_error_and_the_rest_readable(tmp_path, no_room_b
     events.close()
 
 
-def test_a_run_continues_without_its_curves(tmp_path, no_room_beyond, caplog):
-    torch.manual_seed(0)
+def test_a_run_continues_without_its_curves(make_trainer, tmp_path, no_room_beyond, caplog):
     config = {"loop": {"max_steps": 150, "log_every": 1}, "logging": {"console": "off"}}
     config["checkpoint"] = {"enabled": False, "save_final": False}
-    trainer = SafeTrainer(
-        make_model(), loss_fn=mse, train_data=make_batches(30), config=config, run_dir=tmp_path / "run"
-    )
+    trainer = make_trainer(train_data=make_batches(30), config=config, run_dir=tmp_path / "run")
     plain = trainer.training_step
 
     def step(model, batch):

@@ -27,19 +27,32 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
+def lines_of(run_dir):
+    return [strict(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture
-def train(tmp_path):
-    def make(cls=SafeTrainer, *, data=None, run_dir=None, loss_fn=mse, **config):
-        config = {"logging": {"console": "off", "tensorboard": False}, **config}
+def train(make_trainer, tmp_path):
+    """A trainer whose fourth batch is bad; sections of the config as keywords."""
+
+    def make(cls=SafeTrainer, *, data=None, run_dir=tmp_path / "run", loss_fn=mse, **config):
         data = make_batches(8, bad=(3,)) if data is None else data
-        return cls(make_model(), loss_fn=loss_fn, train_data=data, config=config, run_dir=run_dir or tmp_path / "run")
+        return make_trainer(cls=cls, loss_fn=loss_fn, train_data=data, config=config, run_dir=run_dir)
 
     return make
 
 
-def test_the_journal_has_one_valid_line_per_decision(train):
-    result = train().fit()
-    lines = [strict(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Of a run of eight steps, the fourth of them refused."""
+    torch.manual_seed(0)
+    config = {"seed": 3, "logging": {"console": "off"}, "loop": {"log_every": 1}}
+    run_dir, data = tmp_path_factory.mktemp("records") / "run", make_batches(8, bad=(3,))
+    return SafeTrainer(make_model(), loss_fn=mse, train_data=data, config=config, run_dir=run_dir).fit()
+
+
+def test_the_journal_has_one_valid_line_per_decision(result):
+    lines = lines_of(result.run_dir)
     events = ["start", "checkpoint", *["step"] * 4, "incident", *["step"] * 4, "checkpoint", "end"]
     assert [line["event"] for line in lines] == events
     steps = [line for line in lines if line["event"] == "step"]
@@ -67,13 +80,7 @@ LINES = {
 
 @pytest.mark.parametrize(
     "verdict",
-    [
-        Verdict(),
-        Verdict(lr_scale=0.25),
-        Verdict(lr_scale=np.float64(0.1)),
-        Verdict(lr_scale=np.float32(0.1)),
-        Verdict(reason="odd"),
-    ],
+    [Verdict(reason="odd"), *(Verdict(lr_scale=scale) for scale in (1.0, 0.25, np.float64(0.1), np.float32(0.1)))],
 )
 @pytest.mark.parametrize("outcome", ["commit", "skip"])
 @pytest.mark.parametrize("fields", LINES.values(), ids=LINES)
@@ -88,7 +95,7 @@ def test_a_line_is_the_same_json_however_it_is_made(fields, outcome, verdict):
 def test_the_journal_is_complete_up_to_an_incident(train):
     class Reading(SafeTrainer):
         def on_incident(self, incident):
-            lines = [strict(line) for line in (self.run.dir / "journal.jsonl").read_text().splitlines()]
+            lines = lines_of(self.run.dir)
             assert [line["step"] for line in lines if line["event"] == "step"] == [0, 1, 2, 3]
             assert lines[-1]["event"] == "incident"
 
@@ -100,7 +107,7 @@ def test_values_that_cannot_be_logged_are_reported_once(train):
         return {"loss": mse(model, batch), "logits": model(batch[0]), "size": 3, "by_class": [1.0, 2.0], "none": None}
 
     result = train(data=make_batches(4), loss_fn=loss_fn, loop={"grad_accum": 2}).fit()
-    lines = [strict(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
+    lines = lines_of(result.run_dir)
     assert [line["text"] for line in lines if line["event"] == "note" and "not logged" in line["text"]] == [
         "not logged, being no numbers: logits, by_class (returned by training_step)"
     ]
@@ -114,24 +121,21 @@ def test_a_step_is_written_soon_even_if_nothing_else_happens(train, monkeypatch)
 
     class Reading(SafeTrainer):
         def on_commit(self, view):
-            last = (self.run.dir / "journal.jsonl").read_text().splitlines()[-1]
-            assert strict(last)["step"] == view.step
+            assert lines_of(self.run.dir)[-1]["step"] == view.step
 
     assert train(Reading).fit().steps == 7
 
 
-def test_summary_and_config_describe_the_run(train):
-    result = train(seed=3, loop={"max_steps": 5}).fit()
+def test_summary_and_config_describe_the_run(result):
     summary = strict((result.run_dir / "summary.json").read_text())
     assert summary == strict(json.dumps(summary))
-    assert (summary["status"], summary["steps"], summary["skipped"], summary["healthy"]) == ("done", 5, 1, False)
+    assert (summary["status"], summary["steps"], summary["skipped"], summary["healthy"]) == ("done", 7, 1, False)
     assert summary["incidents"][0]["trigger"] == {"guard": "finite", "signal": "loss", "value": "nan"}
     config = load_config(result.run_dir / "config.yaml")
-    assert (config.seed, config.loop.max_steps) == (3, 5)
+    assert (config.seed, config.loop.log_every) == (3, 1)
 
 
-def test_result_counts_and_keeps_nan(train):
-    result = train().fit()
+def test_result_counts_and_keeps_nan(result):
     assert (result.steps, result.attempted, result.skipped, result.rollbacks) == (7, 8, 1, 0)
     assert [math.isnan(loss) for loss in result.losses] == [i == 3 for i in range(8)]
     assert result.final_loss == result.losses[-1]
@@ -150,24 +154,12 @@ def test_a_stopped_run_has_its_incident_and_its_result(train):
     assert summary["status"] == "stopped"
 
 
-def test_an_incident_is_written_with_the_fields_of_its_schema(train):
-    result = train().fit()
+def test_an_incident_is_written_with_the_fields_of_its_schema(result):
     (incident,) = result.incidents
     written = strict((result.run_dir / "incidents" / "step-000003" / "incident.json").read_text())
     assert written == strict(json.dumps(incident.to_dict()))
-    assert {
-        "schema",
-        "id",
-        "step",
-        "rank",
-        "time",
-        "trigger",
-        "decision",
-        "origin",
-        "cause",
-        "samples",
-    } <= written.keys()
-    assert {"propagation", "remedies", "fix", "replay"} <= written.keys()
+    fields = "schema id step rank time trigger decision origin cause samples propagation remedies fix replay"
+    assert {*fields.split()} <= written.keys()
     text = incident.render()
     assert all(word in text for word in ("step 3", "finite", "loss = nan"))
 
@@ -178,33 +170,20 @@ def test_the_number_of_complete_incidents_is_limited(train):
     assert sorted(p.name for p in (result.run_dir / "incidents").iterdir()) == ["step-000001", "step-000003"]
 
 
-def test_a_run_directory_is_never_overwritten(train):
-    train().fit()
-    trainer = train()
+def test_a_run_directory_is_never_overwritten(train, result):
     with pytest.raises(RunDirectoryError, match="already holds a run"):
-        trainer.fit()
+        train(run_dir=result.run_dir).fit()
 
 
 def test_without_a_directory_each_run_gets_its_own(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = {"name": "a/b c", "logging": {"console": "off", "tensorboard": False}}
-    dirs = {
-        SafeTrainer(make_model(), loss_fn=mse, train_data=make_batches(1), config=config).fit().run_dir
-        for _ in range(3)
-    }
+    dirs = {train(data=make_batches(1), run_dir=None, name="a/b c").fit().run_dir for _ in range(3)}
     assert len(dirs) == 3
     assert all(path.parent == Path("runs") and path.name.startswith("a_b_c-") for path in dirs)
 
 
-def test_a_directory_that_cannot_be_made_says_so(train, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="To fix"):
-        train(run_dir=tmp_path / "file" / "run").fit()
-
-
-def test_tensorboard_shows_nan_as_it_is(train):
+def test_tensorboard_shows_nan_as_it_is(result):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    result = train(logging={"console": "off", "tensorboard": True}, loop={"log_every": 1}).fit()
     events = accumulator.EventAccumulator(str(result.run_dir), size_guidance={"scalars": 0}).Reload()
     losses = {event.step: event.value for event in events.Scalars("loss/train")}
     assert sorted(losses) == list(range(8))
@@ -247,20 +226,6 @@ def test_a_signal_lets_the_step_finish(train, signum):
     assert strict((trainer.run.dir / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_final_weights_load_without_safetrain(train):
-    from safetensors.torch import load_model
-
-    trainer = train(loop={"ema": 0.9})
-    trainer.fit()
-    twin = make_model()
-    load_model(twin, trainer.run.dir / "checkpoints" / "final.safetensors")
-    assert all(
-        torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trainer.model.state_dict().values(), strict=True)
-    )
-    load_model(twin, trainer.run.dir / "checkpoints" / "final_ema.safetensors")
-    assert torch.equal(twin[0].weight, trainer.ema.weights["0.weight"])
-
-
 class Closed(io.StringIO):
     """A pipe whose reader has gone."""
 
@@ -269,25 +234,20 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("console", ["json", "plain"])
-def test_training_continues_when_the_output_pipe_is_closed(tmp_path, monkeypatch, console):
+def test_training_continues_when_the_output_pipe_is_closed(train, monkeypatch, console):
     monkeypatch.setattr(sys, "stdout", Closed())
-    config = {"logging": {"console": console, "tensorboard": False}}
-    trainer = SafeTrainer(
-        make_model(), loss_fn=mse, train_data=make_batches(4), config=config, run_dir=tmp_path / "run"
-    )
-    assert trainer.fit().steps == 4
+    assert train(logging={"console": console, "tensorboard": False}).fit().steps == 7
 
 
-def test_names_that_the_output_cannot_show_are_spelt_out(tmp_path, monkeypatch):
+def test_names_that_the_output_cannot_show_are_spelt_out(train, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    config = {"name": "lauf-ä→", "logging": {"console": "plain", "tensorboard": False}}
-    SafeTrainer(make_model(), loss_fn=mse, train_data=make_batches(2), config=config, run_dir=tmp_path / "run").fit()
+    train(name="lauf-ä→", logging={"console": "plain", "tensorboard": False}).fit()
     out.flush()
     assert b"lauf-\\xe4\\u2192" in out.buffer.getvalue()
 
 
-def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch):
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
 
@@ -295,8 +255,7 @@ def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_pat
         def on_commit(self, view):
             os.chdir(tmp_path / "elsewhere")
 
-    config = {"logging": {"console": "off", "tensorboard": False}}
-    result = Wandering(make_model(), loss_fn=mse, train_data=make_batches(3), config=config, run_dir="run").fit()
+    result = train(Wandering, run_dir="run").fit()
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert (tmp_path / "run" / "checkpoints" / "final.safetensors").exists()
     assert result.run_dir == Path("run")

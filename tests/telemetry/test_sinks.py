@@ -1,13 +1,13 @@
 """A sink of the user's receives everything, cannot end the run, and is closed however the run ends."""
 
-import json
 import logging
 import sys
 import textwrap
 
 import pytest
 import torch
-from small import make_batches, make_model, mse
+from records import journal
+from small import make_batches
 
 from safetrain import ConfigError, SafeTrainer, TrainingStopped, load_config
 from safetrain.telemetry import Sink, Telemetry
@@ -62,19 +62,23 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(textwrap.dedent(SINK))
 
 
-def train(tmp_path, sinks, name="run", data=None, cls=SafeTrainer, **config):
-    config = {"logging": {"console": "off", "tensorboard": False, "sinks": sinks}, **config}
-    data = make_batches(8, bad=(3,)) if data is None else data
-    torch.manual_seed(0)
-    return cls(make_model(), loss_fn=mse, train_data=data, config=config, run_dir=tmp_path / name).fit()
+@pytest.fixture
+def train(make_trainer):
+    def run(sinks, data=None, cls=SafeTrainer, **config):
+        config = {"logging": {"console": "off", "tensorboard": False, "sinks": sinks}, **config}
+        data = make_batches(8, bad=(3,)) if data is None else data
+        torch.manual_seed(0)
+        return make_trainer(cls=cls, train_data=data, config=config).fit()
+
+    return run
 
 
 def lines(**options):
     return {"_target_": "./mine.py:Lines", "path": "seen.txt", **options}
 
 
-def test_it_receives_what_happens_in_order_and_is_closed_last(tmp_path):
-    result = train(tmp_path, [lines()], name="first")
+def test_it_receives_what_happens_in_order_and_is_closed_last(train, tmp_path):
+    result = train([lines()])
     steps = [f"step {i} commit {i + 1}" for i in range(3)], [f"step {i} commit {i}" for i in range(4, 8)]
     assert (tmp_path / "seen.txt").read_text().splitlines() == [
         "started run",
@@ -88,49 +92,43 @@ def test_it_receives_what_happens_in_order_and_is_closed_last(tmp_path):
     assert result.steps == 7
 
 
-@pytest.mark.parametrize("error", [ValueError("mistake"), KeyboardInterrupt()], ids=["mistake", "Ctrl-C"])
-def test_it_is_closed_when_the_run_ends_early(tmp_path, error):
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (ValueError, "finished error 2"),
+        (KeyboardInterrupt, "finished interrupted 2"),
+        (TrainingStopped, "finished stopped 3"),
+    ],
+)
+def test_it_is_closed_when_the_run_ends_early(train, tmp_path, error, end):
     class Failing(SafeTrainer):
         def on_commit(self, view):
-            if view.step == 1:
+            if view.step == 1 and error is not TrainingStopped:
                 raise error
 
-    with pytest.raises(type(error)):
-        train(tmp_path, [lines()], cls=Failing)
-    status = "error" if isinstance(error, ValueError) else "interrupted"
-    assert (tmp_path / "seen.txt").read_text().splitlines()[-2:] == [f"finished {status} 2", "closed"]
-
-
-def test_it_is_closed_when_a_guard_stops_the_run(tmp_path):
-    with pytest.raises(TrainingStopped):
-        train(tmp_path, [lines()], recovery={"max_refusals": 0})
-    assert (tmp_path / "seen.txt").read_text().splitlines()[-2:] == ["finished stopped 3", "closed"]
+    with pytest.raises(error):
+        train([lines()], cls=Failing, recovery={"max_refusals": 0})
+    assert (tmp_path / "seen.txt").read_text().splitlines()[-2:] == [end, "closed"]
 
 
 @pytest.mark.parametrize("raises", ["started", "step", "incident", "finished", "closed"])
-def test_an_error_in_it_is_reported_once_and_training_continues(tmp_path, caplog, raises):
+def test_an_error_in_it_is_reported_once_and_training_continues(train, tmp_path, caplog, raises):
     with caplog.at_level(logging.WARNING, "safetrain"):
-        result = train(tmp_path, [lines(raises=[raises]), {"_target_": "./mine.py:Mute"}])
+        result = train([lines(raises=[raises]), {"_target_": "./mine.py:Mute"}])
     assert (result.steps, result.status) == (7, "done")
     assert [r.getMessage().count(f"OSError: no connection for {raises}") for r in caplog.records] == [1]
     assert "the sink Lines raised in" in caplog.text
     assert "mine.py" in caplog.text  # with its traceback
-    notes = [line for line in events(result) if line["event"] == "note"]
-    assert [("the sink Lines raised" in note["text"]) for note in notes] == [
-        raises not in ("finished", "closed")
-    ] * len(notes)
+    notes = [line["text"] for line in journal(result) if line["event"] == "note"]
     assert len(notes) == (raises not in ("finished", "closed"))
+    assert all("the sink Lines raised" in note for note in notes)
     assert (tmp_path / "seen.txt").read_text().splitlines()[-2:] == ["finished done 7", "closed"]
-    assert events(result)[-1]["event"] == "end"
+    assert journal(result)[-1]["event"] == "end"
 
 
-def events(result):
-    return [json.loads(line) for line in (result.run_dir / "journal.jsonl").read_text().splitlines()]
-
-
-def test_the_weights_are_those_of_a_run_without_it(tmp_path):
+def test_the_weights_are_those_of_a_run_without_it(train):
     batches = make_batches(5)
-    with_sink, without = train(tmp_path, [lines()], "one", batches), train(tmp_path, [], "two", batches)
+    with_sink, without = train([lines()], batches), train([], batches)
     assert with_sink.losses == without.losses
 
 
@@ -153,9 +151,9 @@ def test_mistakes_are_found_in_the_config(sinks, problem):
     assert problem in str(raised.value)
 
 
-def test_what_is_no_sink_is_an_error_at_the_start(tmp_path):
+def test_what_is_no_sink_is_an_error_at_the_start(train):
     with pytest.raises(ConfigError, match=r"derive it from safetrain\.telemetry\.Sink"):
-        train(tmp_path, [{"_target_": "./mine.py:NoSink"}])
+        train([{"_target_": "./mine.py:NoSink"}])
 
 
 def test_a_file_is_found_from_the_config_s_directory(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from small import make_batches, make_model, mse
+from small import assert_same, make_batches
 
-from safetrain import SafeTrainer, TrainingStopped
+from safetrain import TrainingStopped
 from safetrain.telemetry.scalars import LAYOUT
 from safetrain.telemetry.watch import UpdateRatio
 from tests.telemetry.incident_runs import INCIDENTS, faulty_run
@@ -90,13 +90,13 @@ def end_of(run_dir):
     return parse_session_end_info_plugin_data(found[SESSION_END_INFO_TAG].plugin_data.content).status
 
 
-def test_hyperparameters_are_in_the_same_run_with_its_true_end(tmp_path):
+def test_hyperparameters_are_in_the_same_run_with_its_true_end(make_trainer, tmp_path):
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
     def trainer(**recovery):
-        data, config = make_batches(6, bad=(3,)), {"seed": 5, "recovery": recovery, "logging": {"console": "off"}}
-        return SafeTrainer(make_model(), loss_fn=mse, train_data=data, config=config, run_dir=tmp_path / "run")
+        config = {"seed": 5, "recovery": recovery, "logging": {"console": "off"}}
+        return make_trainer(train_data=make_batches(6, bad=(3,)), config=config, run_dir=tmp_path / "run")
 
     with pytest.raises(TrainingStopped):
         trainer(max_refusals=0).fit()
@@ -149,16 +149,13 @@ def test_the_update_ratio_is_that_of_the_update():
     assert math.isnan(ratio.read())  # the next is not looked at yet
 
 
-def test_watching_changes_no_number(tmp_path):
+def test_watching_changes_no_number(make_trainer):
     def weights(tensorboard):
         torch.manual_seed(0)
-        model = make_model()
-        config = {"logging": {"console": "off", "tensorboard": tensorboard}, "seed": 1, "loop": {"log_every": 1}}
-        if tensorboard:
-            config["logging"]["histograms_every"] = 1
-        directory = tmp_path / str(tensorboard)
-        data = make_batches(6)
-        SafeTrainer(model, loss_fn=mse, train_data=data, config=config, run_dir=directory).fit()
-        return list(model.state_dict().values())
+        logging = {"console": "off", "tensorboard": tensorboard, "histograms_every": 1 if tensorboard else None}
+        config = {"logging": logging, "seed": 1, "loop": {"log_every": 1}}
+        trainer = make_trainer(train_data=make_batches(6), config=config)
+        trainer.fit()
+        return trainer.model.state_dict()
 
-    assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
+    assert_same(weights(True), weights(False))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small import assert_same, make_batches, make_model
+from small import assert_same, fused_adamw, make_batches, make_model, with_bad_samples
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,18 +14,15 @@ ON = {"guards": {"batch": {}}}
 
 
 def test_the_guilty_samples_are_in_the_verdict(make_trainer):
-    seen = {}
+    trainer = make_trainer(train_data=with_bad_samples(make_batches(6), (2, (0, 0)), (4, (0, 0))), config=ON)
+    seen, judge = {}, trainer.stepper.judge
 
-    def judge(view):
-        decision = judged(view)
-        seen.setdefault(view.step, decision.verdicts["batch"].evidence)
+    def watching(view):
+        decision = judge(view)
+        seen.setdefault(view.step, decision.verdicts["batch"].evidence)  # a repaired step is judged again
         return decision
 
-    batches = make_batches(6)
-    for index in (2, 4):
-        batches[index][0][0, 0] = math.nan
-    trainer = make_trainer(train_data=batches, config=ON)
-    judged, trainer.stepper.judge = trainer.stepper.judge, judge
+    trainer.stepper.judge = watching
     result = trainer.fit()
     assert [i.step for i in result.incidents] == [2, 4]
     assert seen[2]["samples"] == [0]
@@ -120,10 +117,8 @@ def test_nan_in_masked_targets_is_healthy(make_trainer):
 
 
 def test_with_deferred_reads_the_samples_are_still_found(make_trainer):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     config = {**ON, "loop": {"host_read_every": 4}}
-    result = make_trainer(model, optimizer=optimizer, train_data=make_batches(9, bad=(5,)), config=config).fit()
+    result = make_trainer(optimizer=fused_adamw, train_data=make_batches(9, bad=(5,)), config=config).fit()
     (incident,) = result.incidents
     assert (incident.step, incident.trigger.guard) == (5, "batch")
     assert "in row 0" in incident.decision.reasons[0]

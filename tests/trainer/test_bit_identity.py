@@ -1,25 +1,25 @@
 """Guards that do not fire leave the weights bit-identical to a hand-written loop."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from small import assert_same, make_batches, make_model, mse
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+SGD, ADAMW = partial(torch.optim.SGD, lr=0.05, momentum=0.9), partial(torch.optim.AdamW, lr=1e-2)
+CONSTANT, COSINE = lambda optimizer: None, partial(CosineAnnealingLR, T_max=200)
+HOOKED = {
+    "islands": {"modules": ["*"], "loss": True},
+    "activations": {"every": 2, "max_abs": 1e6},
+    "batch": {"only_if_bad": False},
+    "clip": None,
 }
-SCHEDULERS = {
-    "constant": lambda optimizer: None,
-    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200),
-    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=300),
-}
+"""Guards that install hooks, and no clipping."""
 
 
 def hand_written_loop(model, optimizer, scheduler, batches, accum, max_norm, num_steps):
-    model.train()
     step = 0
     while True:
         for start in range(0, len(batches), accum):
@@ -38,31 +38,37 @@ def hand_written_loop(model, optimizer, scheduler, batches, accum, max_norm, num
                 return
 
 
+def clip(max_norm):
+    return {"clip": {"mode": "norm", "max_norm": 1e9 if max_norm is None else max_norm}}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "accum", "schedule", "max_norm"),
+    ("optimizer", "accum", "schedule", "max_norm", "guards"),
     [
-        *itertools.product(["sgd", "adamw"], [1, 4], ["constant", "cosine"], [None, 0.5]),
-        ("adamw_fused", 1, "one_cycle", 0.5),
+        *((*case, clip(case[-1])) for case in itertools.product([SGD, ADAMW], [1, 4], [CONSTANT, COSINE], [None, 0.5])),
+        (partial(ADAMW, fused=True), 1, partial(OneCycleLR, max_lr=0.05, total_steps=300), 0.5, clip(0.5)),
+        (ADAMW, 1, CONSTANT, None, {**HOOKED, "anomaly": {"mode": "replay"}}),
+        (ADAMW, 1, CONSTANT, None, {**HOOKED, "anomaly": {"mode": "always"}}),
     ],
 )
-def test_weights_equal_a_hand_written_loop_after_200_steps(make_trainer, optimizer, accum, schedule, max_norm):
+def test_weights_equal_a_hand_written_loop_after_200_steps(make_trainer, optimizer, accum, schedule, max_norm, guards):
     batches = make_batches(50)  # 50 is no multiple of 4: every epoch ends with a short window
     results = []
     for by_hand in (True, False):
         torch.manual_seed(1)
         model = make_model()
-        opt = OPTIMIZERS[optimizer](model.parameters())
-        scheduler = SCHEDULERS[schedule](opt)
+        opt = optimizer(model.parameters())
+        scheduler = schedule(opt)
         torch.manual_seed(2)
         if by_hand:
             hand_written_loop(model, opt, scheduler, batches, accum, max_norm, 200)
         else:
-            clip = {"mode": "norm", "max_norm": max_norm if max_norm is not None else 1e9}
-            config = {"loop": {"max_steps": 200, "grad_accum": accum}, "guards": {"clip": clip}}
+            config = {"loop": {"max_steps": 200, "grad_accum": accum}, "guards": guards}
             trainer = make_trainer(model, optimizer=opt, scheduler=scheduler, train_data=batches, config=config)
             result = trainer.fit()
             assert result.healthy
             assert result.steps == 200
+            assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)]
         results.append((model.state_dict(), opt.state_dict()))
     assert_same(*results)
 
@@ -96,7 +102,7 @@ def test_sparse_gradients_with_duplicate_rows(make_trainer, optimizer):
                 mse(model, batch).backward()
                 opt.step()
         else:
-            config = {"guards": {"clip": {"mode": "norm", "max_norm": 1e9}}}
+            config = {"guards": clip(None)}
             assert make_trainer(model, optimizer=opt, train_data=batches, config=config).fit().steps == 20
         weights.append(model.state_dict())
     assert_same(*weights)

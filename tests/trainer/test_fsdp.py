@@ -24,17 +24,22 @@ def assert_close(left, right):
 
 
 @pytest.mark.parametrize(
-    ("guards", "accumulate"),
-    [({}, 2), pytest.param({"clip": {"mode": "value", "max_value": 0.01}}, 1, marks=pytest.mark.slow)],
+    ("options", "exact"),
+    [
+        ({"loop": {"grad_accum": 2}}, True),
+        pytest.param({"guards": {"clip": {"mode": "value", "max_value": 0.01}}}, True, marks=pytest.mark.slow),
+        ({"loop": {"precision": "bf16"}}, False),
+        ({"loop": {"precision": "fp16"}}, False),
+    ],
 )
-def test_a_sharded_model_learns_like_a_replicated_one(tmp_path, guards, accumulate):
-    options = {"guards": guards, "loop": {"grad_accum": accumulate}}
+def test_a_sharded_model_learns_like_a_replicated_one(tmp_path, options, exact):
     sharded = run_ranks(train, 2, tmp_path / "fsdp", options)
     replicated = run_ranks(train, 2, tmp_path / "ddp", {**options, "strategy": "ddp"})
-    assert_close(sharded[0], replicated[0])
     assert_same_weights(sharded[0], sharded[1])
     assert sharded[0]["losses"] == sharded[1]["losses"]
-    assert sharded[0]["losses"] == pytest.approx(replicated[0]["losses"], rel=1e-4)
+    assert sharded[0]["losses"] == pytest.approx(replicated[0]["losses"], rel=1e-4 if exact else 0.05)
+    if exact:
+        assert_close(sharded[0], replicated[0])
 
 
 class Watching(Ending):
@@ -146,15 +151,6 @@ def test_islands_are_fsdp_units_of_their_own(tmp_path):
     assert types["blocks.1.norm"] == (torch.float32, torch.float32)
     assert types["last"][1] == torch.float32
     assert_same_weights(first, second)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision(tmp_path, precision):
-    options = {"loop": {"precision": precision}}
-    sharded = run_ranks(train, 2, tmp_path / "fsdp", options)
-    replicated = run_ranks(train, 2, tmp_path / "ddp", {**options, "strategy": "ddp"})
-    assert sharded[0]["losses"] == sharded[1]["losses"]
-    assert sharded[0]["losses"] == pytest.approx(replicated[0]["losses"], rel=0.05)
 
 
 def used_optimizer(rank):

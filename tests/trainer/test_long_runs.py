@@ -3,19 +3,21 @@
 import gc
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
+from small import make_batches
 from torch import nn
-from torch.nn import functional as F
 
 from safetrain import SafeTrainer
 
 NUM_STEPS = 20_000
+SGD = partial(torch.optim.SGD, lr=1e-3)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_over_twenty_thousand_steps(tmp_path):
+def test_memory_does_not_grow_over_twenty_thousand_steps(make_trainer):
     """The losses are one array, part of the result: eight bytes for each step, and no object."""
     counts, blocks = [], []
 
@@ -27,33 +29,19 @@ def test_memory_does_not_grow_over_twenty_thousand_steps(tmp_path):
                 counts.append(len(gc.get_objects()))
                 blocks.append(sys.getallocatedblocks())
 
-    torch.manual_seed(0)
-    inputs = torch.randn(8, 4)
-    data = [(inputs, inputs.sum(1, keepdim=True))] * 10
-    model = nn.Linear(4, 1)
-    trainer = Watched(
-        model,
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        train_data=data,
-        config={
-            "loop": {"max_steps": NUM_STEPS, "device": "cpu"},
-            "logging": {"console": "off", "tensorboard": False},
-            "checkpoint": {"every_steps": NUM_STEPS // 2},
-        },
-        run_dir=tmp_path / "run",
-    )
+    config = {"loop": {"max_steps": NUM_STEPS, "device": "cpu"}, "checkpoint": {"every_steps": NUM_STEPS // 2}}
+    trainer = make_trainer(nn.Linear(6, 1), Watched, optimizer=SGD, train_data=make_batches(10), config=config)
     result = trainer.fit()
     assert result.steps == NUM_STEPS
     # The first tenth fills windows and snapshots; later ones only end at other moments of the 50 steps between two of them.
     assert max(counts[2:]) - min(counts[2:]) < 2000
     assert max(blocks[2:]) - min(blocks[2:]) < 4000  # of memory; a single float kept of each step would be 14,000
     assert trainer.run.losses.itemsize * len(trainer.run.losses) == 8 * NUM_STEPS
-    with open(tmp_path / "run" / "journal.jsonl") as journal:
+    with open(result.run_dir / "journal.jsonl") as journal:
         assert sum(json.loads(line)["event"] == "step" for line in journal) == NUM_STEPS
 
 
-def test_late_steps_make_no_more_calls_than_early_ones(tmp_path):
+def test_late_steps_make_no_more_calls_than_early_ones(make_trainer):
     """Counted, not timed: calls of Python functions inside a step."""
     calls = []
 
@@ -72,18 +60,8 @@ def test_late_steps_make_no_more_calls_than_early_ones(tmp_path):
                 sys.setprofile(None)
             calls.append(count)
 
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    inputs = torch.randn(8, 4)
-    trainer = Counted(
-        model,
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        train_data=[(inputs, inputs.sum(1, keepdim=True))] * 10,
-        config={"loop": {"max_steps": 600, "device": "cpu"}, "logging": {"console": "off", "tensorboard": False}},
-        run_dir=tmp_path / "run",
-    )
-    trainer.fit()
+    config = {"loop": {"max_steps": 600, "device": "cpu"}}
+    make_trainer(nn.Linear(6, 1), Counted, optimizer=SGD, train_data=make_batches(10), config=config).fit()
     early, late = calls[100:200], calls[500:600]
     assert min(late) <= min(early) + 2
     assert sorted(late)[50] <= sorted(early)[50] + 2

@@ -1,6 +1,7 @@
 """fp32, bf16 and fp16: the configured precision is used, and overflows of the loss scaler are normal up to a limit."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -29,10 +30,8 @@ def test_the_forward_pass_runs_in_the_precision_asked_for(make_trainer, precisio
 def test_scaler_overflow_is_counted_and_no_incident(make_trainer):
     """65536, the first scale, times a gradient of a few hundred does not fit fp16."""
 
-    def loss_fn(model, batch):
-        return mse(model, batch) * 100
-
-    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(20), config={"loop": {"precision": "fp16"}})
+    config = {"loop": {"precision": "fp16"}}
+    trainer = make_trainer(loss_fn=lambda m, b: mse(m, b) * 100, train_data=make_batches(20), config=config)
     result = trainer.fit()
     assert result.overflows > 0
     assert result.skipped == result.overflows
@@ -71,28 +70,21 @@ def test_a_collapsing_scale_is_an_incident(make_trainer, finite, reason):
     assert stopped.value.result.overflows in (5, 6)
 
 
-def test_fp16_parameters_are_refused_at_the_start(make_trainer):
-    with pytest.raises(UsageError, match="float32"):
-        make_trainer(make_model().half(), train_data=make_batches(1), config={"loop": {"precision": "fp16"}})
-
-
-def test_a_device_that_is_not_there_is_an_error_at_the_start(make_trainer):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    with pytest.raises(UsageError, match=r"loop\.device is 'cuda'"):
-        make_trainer(train_data=make_batches(1), config={"loop": {"device": "cuda"}})
-
-
-def test_another_precision_of_the_launcher_is_an_error(make_trainer, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(UsageError, match="launched with mixed precision fp16"):
-        make_trainer(train_data=make_batches(1))
-
-
-def test_a_world_size_that_is_not_in_effect_is_an_error(make_trainer, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE is 2 but 1"):
-        make_trainer(train_data=make_batches(1))
+@pytest.mark.parametrize(
+    ("environment", "loop", "message"),
+    [
+        ({}, {"precision": "fp16"}, "float32"),
+        ({}, {"device": "cuda:99"}, r"loop\.device is 'cuda:99'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "launched with mixed precision fp16"),
+        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE is 2 but 1"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_at_the_start(make_trainer, monkeypatch, environment, loop, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    model = make_model().half() if "precision" in loop else make_model()
+    with pytest.raises(UsageError, match=message):
+        make_trainer(model, train_data=make_batches(1), config={"loop": loop})
 
 
 def test_learning_in_fp16_matches_fp32_closely(make_trainer):
@@ -101,30 +93,22 @@ def test_learning_in_fp16_matches_fp32_closely(make_trainer):
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         torch.manual_seed(1)
-        model = make_model(dropout=0.0, norm=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses[precision] = (
-            make_trainer(model, optimizer=optimizer, train_data=data, config={"loop": {"precision": precision}})
-            .fit()
-            .final_loss
-        )
+        parts = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "config": {"loop": {"precision": precision}}}
+        trainer = make_trainer(make_model(dropout=0.0, norm=False), train_data=data, **parts)
+        losses[precision] = trainer.fit().final_loss
     assert losses["fp32"] < 0.5
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.3)
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.3)
 
 
 def test_loss_that_is_nan_in_fp16_is_an_incident_at_once(make_trainer):
-    class Overflowing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(6, 1)
-
+    class Overflowing(nn.Linear):
         def forward(self, x):
-            return self.fc(x) * 1e5  # more than fp16 can hold
+            return super().forward(x) * 1e5  # more than fp16 can hold
 
     config = {"loop": {"precision": "fp16"}, "recovery": {"max_refusals": 0}}
     with pytest.raises(TrainingStopped) as stopped:
-        make_trainer(Overflowing(), train_data=make_batches(2), config=config).fit()
+        make_trainer(Overflowing(6, 1), train_data=make_batches(2), config=config).fit()
     assert stopped.value.incident.trigger.signal == "loss"
     assert not math.isfinite(stopped.value.incident.trigger.value)
 
@@ -149,13 +133,8 @@ def test_the_scaler_unscales_trainable_parameters_without_an_optimizer(make_trai
         model = TwoParts()
         optimizer = torch.optim.SGD(model.moved.parameters(), lr=1e-3)
         seen = norms.setdefault(precision, [])
-        trainer = make_trainer(
-            model,
-            loss_fn=lambda model, batch: mse(model, batch) * 1e-2,  # so small that nothing overflows
-            optimizer=optimizer,
-            train_data=make_batches(5),
-            config={"loop": {"precision": precision}},
-        )
+        parts = {"optimizer": optimizer, "train_data": make_batches(5), "config": {"loop": {"precision": precision}}}
+        trainer = make_trainer(model, loss_fn=lambda m, b: mse(m, b) * 1e-2, **parts)  # so small that nothing overflows
         trainer.on_commit = lambda view, seen=seen: seen.append(view.grad_norm)
         result = trainer.fit()
         assert (result.steps, result.skipped) == (5, 0)

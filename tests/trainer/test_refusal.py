@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from records import journal
 from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from safetrain import LossError, SafeTrainer, TrainingStopped
+from safetrain import SafeTrainer, TrainingStopped
 from safetrain.tensors.rng import RandomState
 
 
@@ -31,57 +33,16 @@ class Recording(SafeTrainer):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_everything_is_bit_identical_after_a_refusal(make_trainer, precision):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    batches = make_batches(20, bad=(5, 6, 11))
+    parts = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "scheduler": partial(CosineAnnealingLR, T_max=20)}
     config = {"loop": {"ema": 0.9, "precision": precision}}
-    trainer = make_trainer(
-        model, Recording, optimizer=optimizer, scheduler=scheduler, train_data=batches, config=config
-    )
+    trainer = make_trainer(cls=Recording, train_data=make_batches(20, bad=(5, 6, 11)), config=config, **parts)
     result = trainer.fit()
     assert trainer.checked == [5, 6, 11]
     assert (result.steps, result.skipped, result.attempted) == (17 - result.overflows, 3 + result.overflows, 20)
     assert [i for i, loss in enumerate(result.losses) if math.isnan(loss)] == [5, 6, 11]
-    assert scheduler.last_epoch == result.steps
+    assert trainer.scheduler.last_epoch == result.steps
     assert not result.healthy
     assert trainer.stream.epoch == 1
-
-
-def test_batchnorm_statistics_equal_a_run_without_the_bad_batch(make_trainer):
-    """Everything equals the run that never saw the batch, when no random number is drawn."""
-    batches = make_batches(12, bad=(4,))
-    states = []
-    for data in (batches, batches[:4] + batches[5:]):
-        torch.manual_seed(1)
-        model = make_model(dropout=0.0)
-        config = {"guards": {"backoff": None}}
-        make_trainer(model, train_data=data, config=config).fit()
-        states.append(model.state_dict())
-    assert_same(*states)
-
-
-class Switching(nn.Module):
-    """A forward pass that leaves the model in another mode, and puts a new tensor in the place of its buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 1)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        if torch.isnan(x).any():
-            self.eval()
-        self.seen = self.seen + x.mean()
-        return self.fc(self.drop(x))
-
-
-def test_modes_and_replaced_buffers_are_restored(make_trainer):
-    trainer = make_trainer(Switching(), Recording, train_data=make_batches(6, bad=(3,)))
-    trainer.fit()
-    assert trainer.checked == [3]
-    assert all(m.training for m in trainer.model.modules())
 
 
 def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make_trainer):
@@ -92,12 +53,8 @@ def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make
         masks.append(F.dropout(torch.ones(32)))
         return mse(model, batch)
 
-    trainer = make_trainer(
-        model,
-        loss_fn=loss_fn,
-        train_data=make_batches(8, bad=(3,)),
-        config={"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}},
-    )
+    config = {"forensics": {"enabled": False}, "recovery": {"ladder": ["skip"]}}
+    trainer = make_trainer(model, loss_fn=loss_fn, train_data=make_batches(8, bad=(3,)), config=config)
     before = {}
 
     def remember(view):
@@ -113,12 +70,6 @@ def test_random_numbers_continue_after_a_refusal_and_a_replay_restores_them(make
     assert math.isnan(loss_fn(model, bundle["window"][0]).item())
     assert torch.equal(masks[-1], masks[3])
     assert json.loads((result.run_dir / incident.path / "incident.json").read_text())["trigger"]["value"] == "nan"
-
-
-def test_buffers_that_hold_nan_on_purpose_raise_no_alarm(make_trainer):
-    model = make_model()
-    model.register_buffer("sentinel", torch.tensor([math.nan, -math.inf]))
-    assert make_trainer(model, train_data=make_batches(5)).fit().healthy
 
 
 def test_a_non_finite_buffer_is_refused_even_if_loss_and_gradient_are_finite(make_trainer):
@@ -189,13 +140,14 @@ def test_the_budget_bounds_refusals_over_the_run(make_trainer, budget):
     assert stopped.value.incident.trigger.guard == "finite"
 
 
-def test_a_parameter_that_becomes_nan_is_named_and_rolled_back(make_trainer):
-    class Spoiling(SafeTrainer):
-        def on_commit(self, view):
-            if view.step == 3:
-                with torch.no_grad():
-                    self.model[4].weight[0, 0] = math.nan
+class Spoiling(SafeTrainer):
+    def on_commit(self, view):
+        if view.step == 3:
+            with torch.no_grad():
+                self.model[4].weight[0, 0] = math.nan
 
+
+def test_a_parameter_that_becomes_nan_is_named_and_rolled_back(make_trainer):
     result = make_trainer(None, Spoiling, train_data=make_batches(20)).fit()
     (incident,) = result.incidents
     assert (incident.step, incident.decision.action, result.rollbacks) == (4, "rollback", 1)
@@ -207,45 +159,38 @@ def test_a_parameter_that_becomes_nan_is_named_and_rolled_back(make_trainer):
 
 
 def test_optimizer_state_is_checked_every_n_steps_although_the_loss_stays_finite(make_trainer):
-    class Spoiling(SafeTrainer):
+    class SpoilingMoments(SafeTrainer):
         def on_commit(self, view):
             if view.step == 3:
                 self.optimizer.state[self.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
 
     config = {"guards": {"finite": {"state_every": 6}}}
-    (incident,) = make_trainer(None, Spoiling, train_data=make_batches(20), config=config).fit().incidents
+    (incident,) = make_trainer(None, SpoilingMoments, train_data=make_batches(20), config=config).fit().incidents
     assert (incident.step, incident.trigger.signal, incident.decision.action) == (6, "state", "rollback")
     assert "optimizer exp_avg_sq of 0.weight" in incident.decision.reasons[0]
 
 
 def test_bad_state_is_never_saved(make_trainer):
-    class Spoiling(SafeTrainer):
-        def on_commit(self, view):
-            if view.step == 4:
-                with torch.no_grad():
-                    self.model[0].bias[0] = math.inf
-
-    trainer = make_trainer(None, Spoiling, train_data=make_batches(5))
-    with pytest.raises(TrainingStopped, match=r"not saved: 0\.bias"):
+    trainer = make_trainer(None, Spoiling, train_data=make_batches(4))  # the last step spoils it
+    with pytest.raises(TrainingStopped, match=r"not saved: 4\.weight"):
         trainer.fit()
     saved = {path.name for path in (trainer.run.dir / "checkpoints").iterdir()}
     assert saved == {"step-00000000", "last"}  # the state that the run began with
 
 
 def test_a_learning_rate_of_nan_is_never_applied(make_trainer):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: math.nan if step == 3 else 1.0)
+    scheduler = partial(LambdaLR, lr_lambda=lambda step: math.nan if step == 3 else 1.0)
+    trainer = make_trainer(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler, train_data=make_batches(30))
     with pytest.raises(TrainingStopped, match="learning rate is nan") as stopped:
-        make_trainer(model, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(30)).fit()
+        trainer.fit()
     assert stopped.value.result.steps == 3
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert trainer.ladder.spent == {}  # a stop of a guard is not recovered from
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_trainer):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     used = []
     optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
     # Without an investigation the cause is not known, and then the learning rate is suspected.
@@ -254,10 +199,8 @@ def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_tr
         "forensics": {"enabled": False},
         "recovery": {"ladder": ["skip"]},
     }
-    trainer = make_trainer(
-        model, optimizer=optimizer, scheduler=scheduler, train_data=make_batches(10, bad=(3,)), config=config
-    )
-    result = trainer.fit()
+    parts = {"optimizer": optimizer, "scheduler": partial(LambdaLR, lr_lambda=lambda step: 1.0), "config": config}
+    result = make_trainer(model, train_data=make_batches(10, bad=(3,)), **parts).fit()
     growth = 4 ** (1 / 4)
     expected = [0.1] * 3 + [0.1 * 0.5 * growth**n for n in range(2)] + [0.1] * 4
     assert used == pytest.approx(expected)
@@ -268,8 +211,7 @@ def test_backoff_is_applied_outside_the_schedule_and_seen_in_the_journal(make_tr
 
 
 def test_without_guards_nothing_is_refused(make_trainer):
-    model = make_model()
-    trainer = make_trainer(model, train_data=make_batches(6, bad=(3,)), config={"guards": None})
+    trainer = make_trainer(train_data=make_batches(6, bad=(3,)), config={"guards": None})
     with pytest.raises(TrainingStopped, match="not saved"):  # still never saved as if it were good
         trainer.fit()
     assert trainer.run.result.steps == 6
@@ -298,17 +240,9 @@ def test_a_batch_that_cannot_be_pickled_does_not_end_the_run(make_trainer):
     assert bundle["window"] is None
 
 
-def broken_list(model, batch):
-    return mse(model, batch) * [1.0][1]
-
-
-def broken_array(model, batch):
-    return mse(model, batch) * float(np.ones(3)[5])
-
-
-@pytest.mark.parametrize("loss_fn", [broken_list, broken_array])
-def test_an_index_error_of_plain_python_is_no_incident(make_trainer, loss_fn):
-    trainer = make_trainer(loss_fn=loss_fn, train_data=make_batches(3))
+@pytest.mark.parametrize("values", [[1.0], np.ones(3)], ids=["list", "array"])
+def test_an_index_error_of_plain_python_is_no_incident(make_trainer, values):
+    trainer = make_trainer(loss_fn=lambda m, b: mse(m, b) * float(values[5]), train_data=make_batches(3))
     with pytest.raises(IndexError):
         trainer.fit()
     assert trainer.run.result.incidents == []
@@ -319,20 +253,3 @@ def test_an_index_outside_an_embedding_is_an_incident(make_trainer):
     batches = [(torch.tensor([[0], [3]]), torch.zeros(2, 1)), (torch.tensor([[0], [4]]), torch.zeros(2, 1))]
     result = make_trainer(model, train_data=batches).fit()
     assert [incident.cause.label for incident in result.incidents] == ["bad_input_data"]
-
-
-def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_an_error(make_trainer):
-    other = make_model()
-    trainer = make_trainer(loss_fn=lambda m, b: mse(other, b), train_data=make_batches(3))
-    with pytest.raises(LossError, match="reaches none of the parameters that the optimizer moves"):
-        trainer.fit()
-
-
-def test_backward_in_the_training_step_is_an_error(make_trainer):
-    def loss_fn(model, batch):
-        loss = mse(model, batch)
-        loss.backward(retain_graph=True)
-        return loss
-
-    with pytest.raises(LossError, match="would count twice"):
-        make_trainer(loss_fn=loss_fn, train_data=make_batches(3)).fit()
