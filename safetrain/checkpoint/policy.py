@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from .. import __version__
 from ..config.schema import Config
+from ..core.numbers import gibibytes
 from ..core.result import FitResult
 from ..core.rundir import CHECKPOINTS
 from ..core.verdict import Action, Verdict
@@ -302,7 +303,7 @@ class CheckpointPolicy:
             size = max(room, 1)
             self.snapshots = SnapshotRing(size, self._config.trust_after)
             self._run.warn(
-                f"one copy of the training state takes {num_bytes / 2**30:.1f} GB, so only {size} and the first one are kept in "
+                f"one copy of the training state takes {gibibytes(num_bytes)}, so only {size} and the first one are kept in "
                 f"memory instead of checkpoint.snapshots={self._config.snapshots}"
             )
 

@@ -58,7 +58,7 @@ _ALL = (
     ),
     RootCause(
         "neg_inf_mask",
-        "A mask of −inf leaves nothing to choose from, or reaches an operation where it is not neutral.",
+        "A mask of −inf covers a whole row, or reaches an operation for which −inf is not neutral.",
         "use a large finite number instead of -inf, or give rows without any valid position something to attend to",
         is_fault_of_data=True,
     ),

@@ -60,8 +60,8 @@ def megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MB"
 
 
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GB"
+def gibibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def rate(steps_per_second: float) -> str:

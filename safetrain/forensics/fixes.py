@@ -18,8 +18,6 @@ _SAFE = {
     "normalize": "safe.normalize(x)", "cosine_similarity": "safe.cosine_similarity(a, b)",
 }  # fmt: skip
 
-ADVICE = {label: cause.advice for label, cause in CAUSES.items()}
-
 
 def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     known = CAUSES[cause.label]

@@ -19,8 +19,6 @@ from ..core.numbers import listed
 from ..tensors.gradients import peak
 from ..tensors.nest import named_tensors, num_samples, tensors_in
 
-named_leaves = named_tensors
-
 
 def output_shapes(output: Any) -> set[tuple[int, ...]]:
     return {tuple(leaf.shape) for leaf in tensors_in(output) if leaf.is_floating_point()}

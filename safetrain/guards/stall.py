@@ -84,14 +84,16 @@ class Stall(Guard):
         self._model = None
 
     def begin(self, step: int, num_refused: int) -> None:
-        self._unhook()  # a step that raised has left it on
+        if self._remove_hook is not None:  # a step that raised has left it on
+            self._unhook()
         every, self._output = self.config.outputs_every, None
         if every is not None and step % every == every - 1 and self._model is not None:
             self._remove_hook = self._model.register_forward_hook(self._keep).remove
 
     def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
         output, self._output = self._output, None
-        self._unhook()
+        if self._remove_hook is not None:
+            self._unhook()
         signals = {} if output is None else {"output_spread": (output.amax(0) - output.amin(0)).amax().float()}
         if self._weights and self.beginning.num_seen in (0, self.config.early_steps):
             from ..tensors.gradients import global_norm, numbers_of

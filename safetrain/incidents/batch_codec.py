@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..checkpoint.plain import from_loadable, to_loadable
 from ..errors import UsageError
-from ..tensors.nest import tensors_in
 
 _TAG = "__safetrain__"
 _KNOWN: dict[str, type] = {
@@ -124,6 +123,3 @@ def _on_host(tensor: Tensor) -> Tensor:
     if kept.layout is torch.strided and kept.untyped_storage().nbytes() > kept.numel() * kept.element_size():
         kept = kept.clone()  # a file holds whole storages, and this is a piece of one
     return kept.requires_grad_(tensor.requires_grad)
-
-
-tensors_of = tensors_in

@@ -29,10 +29,11 @@ from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
 from ..forensics.patches import Patches
 from ..precision.islands import islands_of
+from ..tensors.nest import tensors_in
 from ..tensors.rng import RandomState
 from ..tensors.sharded import is_sharded
 from . import render as incident_report
-from .batch_codec import encode, tensors_of
+from .batch_codec import encode
 
 INCIDENT, REPLAY, INCIDENTS = "incident.json", "replay.pt", "incidents"
 REPLAY_SCHEMA = 1
@@ -163,7 +164,7 @@ def _checkpoint_of(step: RecordedStep) -> dict[str, Any] | None:
 
 
 def _num_bytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError
 from . import islands
+from .autocast import AUTOCAST_DTYPES
 
 _NOTHING = nullcontext()
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
     def __init__(self, name: str, device: torch.device, model: nn.Module | None = None) -> None:
         """`name`: `fp32`, `bf16` or `fp16`. `model`: the one whose fp32 islands autocast respects."""
         self.name, self.device, self._model = name, device, model
-        self._dtype = DTYPES[name]
+        self._dtype = AUTOCAST_DTYPES[name]
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._is_unscaled = self._has_gradients = False  # what the scaler has seen of the present step
         if model is not None and name == "fp16" and any(p.dtype == torch.float16 for p in model.parameters()):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..checkpoint.state import TrainState
-from ..core.numbers import amount, gigabytes, listed
+from ..core.numbers import amount, gibibytes, listed
 from ..data.sources import IterableSource, ListSource, MapSource, StatefulSource
 from ..errors import Interrupted
 from ..tensors.nest import named_tensors
@@ -87,7 +87,7 @@ def resume(subject: Subject) -> Outcome:
     """A few steps uninterrupted, and the same steps saved and resumed halfway: the weights must be bit-identical."""
     size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
     if size > MAX_STATE_BYTES:
-        raise Unavailable(f"the model has {gigabytes(size)}, too much to save twice in a check")
+        raise Unavailable(f"the model has {gibibytes(size)}, too much to save twice in a check")
     subject.healthy  # noqa: B018  raises where no step can be made
     steps = 2 * NUM_STEPS * subject.trainer.config.loop.grad_accum
     if steps * subject.seconds_per_step > subject.budget.left:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.schema import ForensicsConfig
+from ..core.causes import CAUSES
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Origin
 from ..core.result import FitResult
@@ -14,7 +15,6 @@ from ..core.verdict import Decision
 from ..core.view import StepView
 from ..forensics import Diagnosis, Effort, diagnose
 from ..forensics import Step as Replayed
-from ..forensics.fixes import ADVICE
 from ..forensics.values import statistics
 from ..incidents.bundle import RecordedStep, write_replay
 from ..step.step import Step
@@ -119,7 +119,7 @@ class Investigator:
         )
         if case.num_committed == 0:
             incident.cause = Cause("corrupt_parameter", f"{kind} {name} was not finite before the first step")
-            incident.fix = f"{ADVICE['corrupt_parameter']}."
+            incident.fix = f"{CAUSES['corrupt_parameter'].advice}."
         else:
             incident.cause.explanation = (
                 f"{kind} {name} is not finite after a step in which every number that was looked at was"

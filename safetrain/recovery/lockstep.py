@@ -17,9 +17,9 @@ from ..core.incident import Cause, Origin, Replay
 from ..forensics import Diagnosis
 from ..forensics.finding import DATA, LOSS
 from ..forensics.values import bad_positions, kind_of, statistics
-from ..guards.batch_checks import named_leaves
 from ..step.joint import JointExchange
 from ..step.step import Step
+from ..tensors.nest import named_tensors, tensors_in
 from .refused_step import RefusedStep
 
 
@@ -73,8 +73,8 @@ class _Watch:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
             if self.found is not None:
                 return
-            outputs = [leaf for _, leaf in named_leaves(output) if leaf.is_floating_point()]
-            inputs = [leaf for _, leaf in named_leaves(args) if leaf.is_floating_point()]
+            outputs = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
+            inputs = [leaf for leaf in tensors_in(args) if leaf.is_floating_point()]
             if any(map(kind_of, outputs)) and not any(map(kind_of, inputs)):
                 self.found = self._made_by(name, inputs, outputs)
             for leaf in outputs:
@@ -131,7 +131,7 @@ def _bad_rows(tensor: Tensor) -> list[int]:
 
 def _in_data(window: Sequence[Any]) -> Diagnosis | None:
     for index, batch in enumerate(window):
-        for path, leaf in named_leaves(batch):
+        for path, leaf in named_tensors(batch):
             if leaf.is_floating_point() and kind_of(leaf):
                 explanation = f"batch field {path or '0'} already holds non-finite values when the step begins"
                 origin = Origin(phase="data", op="data", name="input", module=DATA, inputs=[statistics(path, leaf)])

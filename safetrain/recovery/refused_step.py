@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.causes import CAUSES
 from ..core.incident import Incident
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
@@ -16,21 +17,6 @@ from ..forensics.samples_of import select
 from ..forensics.substitutes import Patch
 from ..tensors.nest import num_samples
 from ..tensors.rng import RandomState
-
-DATA_CAUSES = {
-    "division_by_zero",
-    "log_of_nonpositive",
-    "invalid_domain",
-    "singular_gradient",
-    "masked_branch_gradient",
-    "neg_inf_mask",
-    "empty_reduction",
-    "degenerate_decomposition",
-    "infeasible_target",
-    "bad_input_data",
-    "custom_backward_bug",
-}
-"""Causes that lie in a sample or a formula: a lower learning rate would not help."""
 
 
 @dataclass
@@ -146,7 +132,7 @@ class RefusedStep:
     def is_fault_of_data(self) -> bool:
         """A sample or a formula is known to be at fault, or chance; not the way training goes."""
         transient = self.incident.replay.reproduced is False
-        return transient or bool(self.incident.samples) or self.incident.cause.label in DATA_CAUSES
+        return transient or bool(self.incident.samples) or CAUSES[self.incident.cause.label].is_fault_of_data
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ class JointExchange(Exchange):
             raise Abandoned
         ended, others = self.reports.in_state(RankState.END), self.reports.in_state(RankState.STEP)
         raise DataError(
-            f"{name_ranks(ended)} had no more data at step {step.index}, in epoch {step.history.epoch}, while "
+            f"{name_ranks(ended)} had no more data at step {step.next_index}, in epoch {step.history.epoch}, while "
             f"{name_ranks(others)} had.\nTo fix: give every rank the same number of batches; a Dataset or a list of batches is "
             "shared out evenly by itself."
         )

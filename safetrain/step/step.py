@@ -82,6 +82,8 @@ class Step:
         self.transaction = Transaction(model, self.parameters)
         self.audit = Audit(model, optimizer, self.transaction, ema)
         self.device = precision.device
+        self.index = 0
+        """Of the step that was begun last."""
         self.num_pending = 0
         """Steps applied whose numbers the host does not know yet; the step being attempted comes after them."""
         self.careful_steps = 0
@@ -100,8 +102,8 @@ class Step:
         self._is_uniform = gradients.are_uniform(self.parameters)
 
     @property
-    def index(self) -> int:
-        """Of the step being attempted; refused steps count."""
+    def next_index(self) -> int:
+        """Of the next step to begin; refused steps count."""
         return self.history.step + self.num_pending
 
     def include(self, modules: Iterable[nn.Module]) -> None:
@@ -123,6 +125,7 @@ class Step:
         """Remember all that forward and backward may change."""
         if len(self.optimizer.param_groups) != len(self.groups):  # a hook has added a group
             self._find_parameters()
+        self.index = self.next_index
         self.exchange.begin()
         start = perf_counter()
         self.transaction.begin(window)

@@ -35,17 +35,13 @@ class UpdateRatio:
         self._shares: Tensor | None = None
         self._before: Tensor | None = None
         self._pair: Arriving | None = None
-        self._due_at = -math.inf
-
-    @property
-    def is_due(self) -> bool:
-        return perf_counter() >= self._due_at
+        self.due_at = -math.inf
 
     def before_update(self) -> None:
-        if self.is_due and self._samples:
+        if self._samples:
             self._before = self._values()
 
-    def after_update(self) -> None:
+    def after_update(self, *_: object) -> None:
         if self._before is None:
             return
         if self._shares is None:  # each value stands for all that were passed over, up to the next one
@@ -54,7 +50,7 @@ class UpdateRatio:
             self._shares = shares.repeat_interleave(torch.tensor(counts, device=shares.device))
         moved = (self._values() - self._before) * self._shares
         self._pair = Arriving(torch.stack([moved.norm(), (self._before * self._shares).norm()]))
-        self._before, self._due_at = None, perf_counter() + SECONDS
+        self._before, self.due_at = None, perf_counter() + SECONDS
 
     def _values(self) -> Tensor:
         """Values at even distances in each tensor, copied into one vector."""
@@ -122,14 +118,15 @@ def watching(
         if telemetry.is_busy:  # an update that is only tried
             return
         nonlocal num_shown
-        ratio.before_update()
+        if perf_counter() >= ratio.due_at:
+            ratio.before_update()
         if histograms_every is not None and step() // histograms_every >= num_shown:
             num_shown = step() // histograms_every + 1
             telemetry.tensors(_weights_and_gradients(model), step())
 
     hooks = (
         optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(lambda *_: ratio.after_update()),
+        optimizer.register_step_post_hook(ratio.after_update),
     )
     try:
         yield

@@ -22,8 +22,9 @@ from ..distributed.machine import Machine
 from ..errors import ConfigError, UsageError
 from ..guards import REGISTRY, Guard
 from ..guards.islands import LOSS, Islands
+from ..precision.autocast import AUTOCAST_DTYPES
 from ..precision.compiled import note_compiled
-from ..precision.mixed import DTYPES, Precision
+from ..precision.mixed import Precision
 from ..step.exchange import Exchange
 from ..step.joint import JointExchange
 from ..tensors.module_globs import matching
@@ -67,7 +68,7 @@ def prepare_model(
     if is_sharded(model):
         keep_sharded(model)
     elif machine.world_size > 1 and loop.strategy == "fsdp":
-        dtype = DTYPES[loop.shard_dtype]
+        dtype = AUTOCAST_DTYPES[loop.shard_dtype]
         shard_model(model, machine.device, loop.shard_blocks, _island_names(model, guards), dtype, optimizer)
     called = model
     if loop.compile:

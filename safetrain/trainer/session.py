@@ -100,7 +100,7 @@ def open_session(
         run.started(about, stream.caveats() if config.checkpoint.enabled else [])
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
-            stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.index, every))
+            stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))
         yield Session(run, checkpoints, recovery, deferral)
 
 

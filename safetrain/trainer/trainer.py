@@ -132,12 +132,14 @@ class SafeTrainer(TrainerHooks):
                     self._evaluate_if_due()
                 elif self.stepper.exchange.signal is None:
                     self._end_epoch()
-                self._distrust(self._session.checkpoints.after_step(self._settle))
+                if (problem := self._session.checkpoints.after_step(self._settle)) is not None:
+                    self._distrust(problem)
                 if self._ends_early():
                     return run.result
             self._evaluate_if_due(run_ended=True)
             self._settle()
-            self._distrust(self._session.checkpoints.finish())
+            if (problem := self._session.checkpoints.finish()) is not None:
+                self._distrust(problem)
         return run.result
 
     def run_step(self, window: Sequence[Any]) -> None:
@@ -215,12 +217,11 @@ class SafeTrainer(TrainerHooks):
             raise TrainingStopped(case.incident, self.run.result) from case.view.error
         return case.resolution.action
 
-    def _distrust(self, verdict: Verdict | None) -> None:
-        """Between two steps the state was found to be wrong: go back, or stop. None: it was not."""
-        if verdict is not None:
-            self.stepper.transaction.begin()
-            view = self.run.view_between_steps(self.stream.epoch)
-            self._conclude(self._session.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
+    def _distrust(self, verdict: Verdict) -> None:
+        """Between two steps the state was found to be wrong: go back, or stop."""
+        self.stepper.transaction.begin()
+        view = self.run.view_between_steps(self.stream.epoch)
+        self._conclude(self._session.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
 
     # ---- deferred steps: their numbers reach the host several at a time -----------------------------------------
 
@@ -265,7 +266,8 @@ class SafeTrainer(TrainerHooks):
         self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
         parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
         with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
-            self._distrust(self._session.checkpoints.begin(run.resumed))
+            if (problem := self._session.checkpoints.begin(run.resumed)) is not None:
+                self._distrust(problem)
             run.write_config()
             yield run
 
@@ -322,7 +324,7 @@ class SafeTrainer(TrainerHooks):
         if (error := step.schedule.error) is not None and not self._finished():
             self._save()
             raise UsageError(
-                f"the schedule {type(self.scheduler).__name__} failed after step {step.index - 1}: {error}\n"
+                f"the schedule {type(self.scheduler).__name__} failed after step {step.next_index - 1}: {error}\n"
                 "To fix: make it for as many steps as the run takes (loop.max_steps)."
             ) from error
         if (signal := step.exchange.signal) is not None:
@@ -356,7 +358,7 @@ class SafeTrainer(TrainerHooks):
     @property
     def step(self) -> int:
         """Index of the step being attempted."""
-        return self.stepper.index
+        return self.stepper.next_index
 
     def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
         """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""

@@ -59,7 +59,7 @@ def test_a_large_operand_is_sampled(monkeypatch):
     assert (found["every"], sum(found["counts"])) == (10, 100)
 
 
-def test_an_incident_has_the_spread_of_what_was_bad_before_the_step():
+def test_an_incident_has_the_histogram_of_what_was_bad_before_the_step():
     model = nn.Linear(4, 1)
     batch = torch.randn(8, 4)
     batch[3, 1] = math.nan
@@ -71,7 +71,7 @@ def test_an_incident_has_the_spread_of_what_was_bad_before_the_step():
     assert (weight["name"], weight["inf"], sum(weight["histogram"]["counts"])) == ("weight", 1, 3)
 
 
-def test_an_incident_has_the_spread_of_the_operands_of_its_operation():
+def test_an_incident_has_the_histograms_of_the_operands_of_its_operation():
     model = nn.Linear(4, 1)
     batch = torch.rand(8, 4) + 1
     batch[5] = 0

@@ -71,7 +71,7 @@ def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-def test_an_optimizer_with_nested_state_of_its_own_is_put_back() -> None:
+def test_an_optimizer_with_nested_state_of_its_own_is_restored() -> None:
     class Nested(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.1})
@@ -97,7 +97,7 @@ def test_an_optimizer_with_nested_state_of_its_own_is_put_back() -> None:
     assert_same([optimizer.log, optimizer.norms, optimizer.state_dict()["state"]], before)
 
 
-def test_what_a_module_keeps_in_passing_is_put_back_too() -> None:
+def test_what_a_module_stores_during_forward_is_restored() -> None:
     class Keeper(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -200,7 +200,7 @@ def test_a_batch_with_a_constructor_of_its_own_and_one_that_cannot_be_cut() -> N
     assert "the search failed" in found.cause.explanation
 
 
-def test_samples_that_interact_are_said_to() -> None:
+def test_samples_that_interact_are_reported_as_interacting() -> None:
     def loss_fn(m: nn.Module, b: Tensor) -> Tensor:
         out = m(b)
         i, j = torch.triu_indices(len(out), len(out), 1)
@@ -293,7 +293,7 @@ def test_a_mistake_in_the_program_is_raised_as_it_is() -> None:
     assert not found.healthy
 
 
-def test_a_failure_inside_the_investigation_is_told_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_inside_the_investigation_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no")
 
@@ -333,7 +333,7 @@ def test_scanning_finds_the_bad_batches_and_disturbs_nothing() -> None:
     assert [index for index, _ in find_bad_batches(model, lambda m, b: m(b).mean(), data, limit=1)] == [1]
 
 
-def test_a_failure_that_only_the_compiled_model_has_is_said_to_be_one() -> None:
+def test_a_failure_that_only_the_compiled_model_has_is_reported_as_one() -> None:
     def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
         return lambda *inputs: [output * math.nan for output in graph.forward(*inputs)]
 

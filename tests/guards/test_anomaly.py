@@ -60,6 +60,6 @@ def test_always_restores_the_setting_it_found():
         assert not torch.is_anomaly_check_nan_enabled()
 
 
-def test_always_under_the_loss_scaler_says_that_it_cannot_tell():
+def test_always_under_the_loss_scaler_cannot_tell_an_overflow_from_a_fault():
     with pytest.raises(UsageError, match=r"returned nan values(.|\n)*mode=replay"):
         Anomaly(mode="always").explains(view(error=ERROR, loss_scale=65536.0))

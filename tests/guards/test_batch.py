@@ -72,7 +72,7 @@ def test_the_reason_names_field_count_and_rows():
 
 
 @pytest.mark.parametrize("window", [[pair()], [pair(1e38)], [torch.tensor([1, 2])], [{"text": "no tensor"}], []])
-def test_healthy_data_of_a_step_in_trouble_is_none_of_its_business(window):
+def test_healthy_data_of_a_step_in_trouble_is_not_refused(window):
     guard = Batch()
     assert num_bad(guard, window) == 0
     assert guard.judge(view(guard, window)).action is Action.COMMIT
@@ -102,7 +102,7 @@ def test_fields_that_hold_nan_on_purpose_are_ignored_by_name(glob):
     assert guard.judge(view(guard, window)).action is Action.COMMIT
 
 
-def test_warning_is_said_when_the_step_is_committed_after_all():
+def test_a_warning_is_given_when_the_step_is_committed():
     guard = Batch(action="warn", only_if_bad=False)
     bad = view(guard, [pair(NAN)], loss=1.0)
     decision = merge([("batch", guard.judge(bad))])

@@ -145,7 +145,7 @@ def test_backoff_does_not_return_to_a_rate_that_keeps_causing_trouble():
         assert backoff.judge(view(dynamics_steps=steps)).lr_scale == pytest.approx(ceiling)
 
 
-def test_backoff_that_was_rolled_back_takes_the_incidents_in_again():
+def test_backoff_that_was_rolled_back_accounts_for_the_incidents_again():
     backoff = Backoff(factor=0.5)
     before = backoff.state_dict()
     backoff.learn(view(dynamics_steps=(5,)), COMMITTED)
@@ -215,7 +215,7 @@ def test_a_spike_in_the_first_steps_is_only_doubtful():
     assert not taught(Spike(), STEADY).judge(view(loss=400.0)).doubt
 
 
-def test_spike_says_when_it_accepts_a_new_level_and_learns_it_afresh():
+def test_spike_reports_that_it_accepts_a_new_level_and_learns_it_from_scratch():
     spike = taught(Spike(accept_after=8), STEADY)
     accepted = view(loss=50.0, consecutive_refusals=8)
     assert "accepted as a new level" in spike.judge(accepted).reason
@@ -287,7 +287,7 @@ def test_stall(losses, norms, action, word):
         ([-2.0] + [-1.4] * 7, 1.6, True),
     ],
 )
-def test_first_steps_that_go_astray_are_looked_at(losses, size, restart):
+def test_early_steps_that_raise_the_loss_ask_for_a_restart(losses, size, restart):
     guard = Stall()
     for step, loss in enumerate(losses):
         guard.learn(view(step=step, loss=loss, signals={"stall.weight_size": 1.0} if step == 0 else {}), COMMITTED)

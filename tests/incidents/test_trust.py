@@ -54,7 +54,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "net_for_trust.py:torch.nn.Linear",
     ],
 )
-def test_of_the_project_of_torch_and_of_the_recipes(target: str) -> None:
+def test_targets_of_the_project_of_torch_and_of_the_recipes_are_trusted(target: str) -> None:
     assert Trust(Path("run")).allows(target.replace("RECIPES", str(bundled_dir() / "recipes")))
 
 
@@ -81,7 +81,7 @@ def test_of_the_project_of_torch_and_of_the_recipes(target: str) -> None:
         "not a target",
     ],
 )
-def test_nothing_else(target: str) -> None:
+def test_nothing_else_is_trusted(target: str) -> None:
     assert not Trust(Path("run")).allows(target)
     assert Trust(Path("run"), everything=True).allows(target)
 

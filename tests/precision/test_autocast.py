@@ -1,10 +1,10 @@
-"""The same step at another precision."""
+"""Temporary casts and autocast turned off."""
 
 from __future__ import annotations
 
 import torch
 
-from safetrain.forensics.casts import autocast_disabled
+from safetrain.precision.autocast import autocast_disabled
 
 
 def test_autocast_is_off_inside_and_on_again_after() -> None:
