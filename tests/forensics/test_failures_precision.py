@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from forensic_cases import Apply, Case, Cases, Tiny, chain, check, without_bias
+from forensic_cases import Apply, Case, Cases, Tiny, chain, check, incident_of, without_bias
 from torch import nn
 
-from safetrain.forensics import investigate
 from safetrain.precision.islands import islands_of
 
 cases = Cases()
@@ -96,8 +95,7 @@ def test_the_remedy_that_is_tried_is_the_island_that_is_installed() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Watched())
     nn.init.constant_(model[0].weight, 300.0)
-    incident = investigate(model, loss_fn, torch.ones(3, 4), precision="fp16")
-    assert incident is not None
+    incident = incident_of(model, loss_fn, torch.ones(3, 4), precision="fp16")
     tried = {remedy.detail for remedy in incident.remedies if remedy.name == "fp32_island"}
     assert tried
     assert {f"with {name} kept in fp32" for names in seen for name in names} == tried

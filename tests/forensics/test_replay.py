@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forensic_cases import Tiny, chain, without_bias
+from forensic_cases import Tiny, chain, incident_of, without_bias
 from small import assert_same
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -208,8 +208,7 @@ def test_samples_that_interact_are_reported_as_interacting() -> None:
 
     batch = torch.randn(6, 4)
     batch[4] = batch[1]
-    incident = investigate(Tiny(), loss_fn, batch)
-    assert incident is not None
+    incident = incident_of(Tiny(), loss_fn, batch)
     assert len(incident.samples) == 1
     assert incident.samples[0] in (1, 4)
     assert "only together" in incident.cause.explanation
@@ -217,8 +216,7 @@ def test_samples_that_interact_are_reported_as_interacting() -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_model_in_data_parallel_wrapper_is_replayed_locally() -> None:
-    incident = investigate(DistributedDataParallel(Tiny()), lambda m, b: m(b).log().mean(), -torch.ones(3, 4) * 1e3)
-    assert incident is not None
+    incident = incident_of(DistributedDataParallel(Tiny()), lambda m, b: m(b).log().mean(), -torch.ones(3, 4) * 1e3)
     assert incident.cause.label == "log_of_nonpositive"
 
 
@@ -241,8 +239,7 @@ def test_training_goes_on_bit_for_bit_and_a_compiled_model_is_not_compiled_again
         for step in range(6):
             batch = torch.randn(8, 4)
             if with_investigation and step == 3:
-                incident = investigate(model, lambda m, b: m(b).sum() / 0, batch, optimizer=optimizer)
-                assert incident is not None
+                incident = incident_of(model, lambda m, b: m(b).sum() / 0, batch, optimizer=optimizer)
                 assert incident.cause.label == "division_by_zero"
             optimizer.zero_grad()
             loss = model(batch).pow(2).mean()
@@ -257,21 +254,18 @@ def test_training_goes_on_bit_for_bit_and_a_compiled_model_is_not_compiled_again
 
 
 def test_an_exception_because_of_numbers_is_an_incident() -> None:
-    incident = investigate(Tiny(), lambda m, b: F.cross_entropy(m(b), torch.tensor([0, 1, 7])), torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(Tiny(), lambda m, b: F.cross_entropy(m(b), torch.tensor([0, 1, 7])), torch.randn(3, 4))
     assert (incident.cause.label, incident.origin.name) == ("bad_input_data", "cross_entropy")
     assert "F.cross_entropy" in (incident.origin.code or "")
     assert incident.trigger.signal == "exception"
 
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    incident = investigate(model, lambda m, b: m(b).mean(), torch.randn(1, 4))
-    assert incident is not None
+    incident = incident_of(model, lambda m, b: m(b).mean(), torch.randn(1, 4))
     assert (incident.cause.label, incident.origin.module) == ("empty_reduction", "1")
 
-    incident = investigate(
+    incident = incident_of(
         Tiny(), lambda m, b: torch.linalg.cholesky(m(b)[:, :3] * 0 - torch.eye(3)).sum(), torch.randn(3, 4)
     )
-    assert incident is not None
     assert incident.cause.label == "degenerate_decomposition"
 
 
@@ -280,8 +274,7 @@ def test_an_exception_about_nan_leads_to_where_the_nan_began() -> None:
         scale = m(b)[:, 0].pow(2).mul(-1).sqrt()
         return torch.distributions.Normal(torch.zeros(3), scale).rsample().mean()
 
-    incident = investigate(Tiny(), loss_fn, torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(Tiny(), loss_fn, torch.randn(3, 4))
     assert (incident.origin.name, incident.cause.label) == ("sqrt", "invalid_domain")
 
 
@@ -339,8 +332,7 @@ def test_a_failure_that_only_the_compiled_model_has_is_reported_as_one() -> None
 
     torch._dynamo.reset()
     compiled = torch.compile(Tiny(), backend=broken)
-    incident = investigate(compiled, lambda m, b: m(b).mean(), torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(compiled, lambda m, b: m(b).mean(), torch.randn(3, 4))
     assert "compiled" in incident.cause.explanation
     assert [(r.name, r.finite) for r in incident.remedies] == [("eager", True)]
     torch._dynamo.reset()
@@ -374,9 +366,8 @@ def test_the_island_of_a_diagnosis_is_the_smallest_module_that_helps() -> None:
 def test_an_investigation_inside_no_grad_traces_all_the_same() -> None:
     model = without_bias(Tiny())
     with torch.no_grad():
-        incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), torch.zeros(3, 4))
+        incident = incident_of(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), torch.zeros(3, 4))
         assert not torch.is_grad_enabled()
-    assert incident is not None
     assert incident.origin.phase == "backward"
 
 
@@ -388,6 +379,5 @@ def test_sharded_parameters_of_one_process() -> None:
     batch = torch.randn(4, 4)
     assert investigate(model, lambda m, b: m(b).pow(2).mean(), batch, optimizer=optimizer) is None
     batch[1] = 0
-    incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), batch, optimizer=optimizer)
-    assert incident is not None
+    incident = incident_of(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), batch, optimizer=optimizer)
     assert (incident.cause.label, incident.samples) == ("singular_gradient", [1])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small import assert_same
 from torch import nn
 
 from safetrain.core.incident import Incident
@@ -118,12 +119,18 @@ class Cases(list[Case]):
         return register
 
 
-def check(case: Case) -> Incident:
+def incident_of(*args: Any, **options: Any) -> Incident:
+    """What `investigate` finds in a step that is bad."""
+    incident = investigate(*args, **options)
+    assert incident is not None, "not detected"
+    return incident
+
+
+def check(case: Case) -> None:
     model, loss_fn, batch, *rest = case.build()
     optimizer = rest[0] if rest else torch.optim.SGD(model.parameters(), lr=0.1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    incident = investigate(model, loss_fn, batch, optimizer=optimizer, **case.options)
-    assert incident is not None, "not detected"
+    incident = incident_of(model, loss_fn, batch, optimizer=optimizer, **case.options)
     origin = incident.origin
     said = (
         f"{origin.phase} {origin.op} {origin.name} @{origin.module} {origin.code} / {incident.cause} {incident.samples}"
@@ -139,6 +146,4 @@ def check(case: Case) -> Incident:
         assert incident.samples == case.samples, said
     assert case.fix in incident.fix
     assert any(remedy.finite for remedy in incident.remedies), [f"{r.name}: {r.detail}" for r in incident.remedies]
-    after = model.state_dict()
-    assert all(torch.equal(after[key].nan_to_num(), value.nan_to_num()) for key, value in before.items())
-    return incident
+    assert_same(dict(model.state_dict()), before)
