@@ -31,8 +31,8 @@ DIVISIONS = {
     "floor_divide",
     "remainder",
     "fmod",
-    "_weight_norm_interface",
     "addcdiv",
+    "_weight_norm_interface",
 }
 RESTRICTED = {
     "acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv",

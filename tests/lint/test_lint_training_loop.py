@@ -8,7 +8,6 @@ import pytest
 
 from safetrain.lint import check_source
 
-LOOP = "for x, y in data:\n"
 FORWARD = "loss = F.mse_loss(model(x), y)"
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
