@@ -94,16 +94,12 @@ def empty_memory_that_is_filled(model, batch):
 
 @control
 def causal_mask_of_minus_inf():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q = nn.Linear(4, 4)
-            self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+    def loss_fn(model, x):
+        return ((model(x) @ x.transpose(1, 2) + model.mask).softmax(-1) @ x).pow(2).mean()
 
-        def forward(self, x):
-            return (self.q(x) @ x.transpose(1, 2) + self.mask).softmax(-1) @ x
-
-    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(2, 5, 4)
+    model = Tiny(4, 4)
+    model.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+    return model, loss_fn, torch.randn(2, 5, 4)
 
 
 @control
@@ -134,58 +130,48 @@ def relu_absorbs_the_infinite_derivative():
 @control
 def observer_buffers_start_infinite():
     class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("low", torch.tensor(math.inf))
-            self.register_buffer("unused", torch.tensor(math.nan))
-
         def forward(self, x):
             out = self.body(x)
             with torch.no_grad():
                 self.low.copy_(torch.minimum(self.low, out.min()))
             return out
 
-    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
+    model = Net()
+    model.register_buffer("low", torch.tensor(math.inf))
+    model.register_buffer("unused", torch.tensor(math.nan))
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
 
 
 @control
 def metric_buffer_turns_infinite():
     class Meter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("total", torch.zeros(()))
-
         @torch.no_grad()
         def forward(self, value):
             self.total.add_(value)
-
-    class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.meter = Meter()
 
     def loss_fn(model, batch):
         loss = model(batch).pow(2).mean()
         model.meter(torch.exp(loss.detach() + 1000))
         return loss
 
-    return Net(), loss_fn, torch.randn(3, 4)
+    model = Tiny()
+    model.meter = Meter()
+    model.meter.register_buffer("total", torch.zeros(()))
+    return model, loss_fn, torch.randn(3, 4)
 
 
 @control
 def running_metric_of_the_root_module_turns_infinite():
     class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("perplexity", torch.ones(()))
-
         def forward(self, x):
             out = self.body(x)
             with torch.no_grad():
                 self.perplexity.mul_(0.9).add_(torch.exp(1000 + out.sum()))
             return out
 
-    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
+    model = Net()
+    model.register_buffer("perplexity", torch.ones(()))
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
 
 
 class Tempered(Tiny):

@@ -223,18 +223,13 @@ def gradients_explode_through_time():
             z = h * self.w  # here
             return z + (torch.tanh(z) - z).detach()  # bounded forward, straight-through backward
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inp, self.cell = nn.Linear(4, 1), Cell()
+    def loss_fn(model, batch):
+        h = model.inp(batch)
+        for _ in range(60):
+            h = model.cell(h)
+        return h.mean()
 
-        def forward(self, x):
-            h = self.inp(x)
-            for _ in range(60):
-                h = self.cell(h)
-            return h
-
-    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+    return chain(inp=nn.Linear(4, 1), cell=Cell()), loss_fn, torch.randn(3, 4)
 
 
 @cases.add("backward", "sqrt", "singular_gradient")
@@ -251,17 +246,12 @@ def checkpointed(use_reentrant):
         def forward(self, x):
             return self.body(x).pow(2).sum(1).sqrt()  # here
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inp, self.block = nn.Linear(4, 4, bias=False), without_bias(Block())
-
-        def forward(self, x):
-            return checkpoint(self.block, self.inp(x), use_reentrant=use_reentrant)
+    def loss_fn(model, batch):
+        return checkpoint(model.block, model.inp(batch), use_reentrant=use_reentrant).mean()
 
     x = torch.randn(3, 4)
     x[0] = 0
-    return Net(), lambda m, b: m(b).mean(), x
+    return chain(inp=nn.Linear(4, 4, bias=False), block=without_bias(Block())), loss_fn, x
 
 
 @cases.add("backward", "sqrt", "singular_gradient", module="block", samples=[0])

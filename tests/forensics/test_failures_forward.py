@@ -284,18 +284,14 @@ def ctc_target_longer_than_input():
 
 @cases.add("forward", "softmax", "neg_inf_mask", module="attend", samples=[2])
 def attention_over_no_neighbours():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q = nn.Linear(4, 3)
-            self.attend = Apply(lambda scores, mask: torch.where(mask, -math.inf, scores).softmax(-1))  # here
+    def loss_fn(model, batch):
+        x, mask = batch
+        return model.attend(model.q(x), mask)[:, 0].mean()
 
-        def forward(self, x, mask):
-            return self.attend(self.q(x), mask)
-
+    attend = Apply(lambda scores, mask: torch.where(mask, -math.inf, scores).softmax(-1))  # here
     mask = torch.zeros(4, 3, dtype=torch.bool)
     mask[2] = True
-    return Net(), lambda m, b: m(*b)[:, 0].mean(), (torch.randn(4, 4), mask)
+    return chain(q=nn.Linear(4, 3), attend=attend), loss_fn, (torch.randn(4, 4), mask)
 
 
 @cases.add("forward", "linear addmm", "divergence", module="layers.1")
@@ -317,36 +313,24 @@ def deep_net_with_huge_weights():
 
 @cases.add("forward", "mul", "divergence", module="cell")
 def recurrence_that_explodes():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inp, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(3e3))
-            self.cell = Apply(lambda h, gain: h * gain)  # here
+    def loss_fn(model, h):
+        for _ in range(15):
+            h = model.cell(h, model.inp.weight[0, 0])
+        return h.mean()
 
-        def forward(self, x):
-            h = self.inp(x)
-            for _ in range(15):
-                h = self.cell(h, self.gain)
-            return h
-
-    return Net(), lambda m, b: m(b).mean(), torch.randn(4, 4)
+    model = chain(inp=nn.Linear(4, 4), cell=lambda h, gain: h * gain)  # here
+    nn.init.constant_(model.inp.weight, 3e3)
+    return model, loss_fn, torch.randn(4, 4)
 
 
 @cases.add(
     "forward", "norm div weight_norm weight_norm_interface", "division_by_zero", module="head.parametrizations.weight.0"
 )
 def weight_norm_of_zero_rows():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            head = nn.Linear(4, 2)
-            nn.init.zeros_(head.weight)
-            self.head = nn.utils.parametrizations.weight_norm(head)
-
-        def forward(self, x):
-            return self.head(x)  # here
-
-    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)
+    head = nn.Linear(4, 2)
+    nn.init.zeros_(head.weight)
+    model = chain(head=nn.utils.parametrizations.weight_norm(head))
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4)  # here
 
 
 @cases.add("forward", "log", "log_of_nonpositive", module="head", samples=[1])
@@ -363,32 +347,19 @@ def log_of_relu_output():
 
 @cases.add("forward", "multi_head_attention_forward softmax", "neg_inf_mask", module="attention")
 def additive_mask_with_a_dead_row():
-    mask = torch.zeros(5, 5)
-    mask[2] = -math.inf
+    def loss_fn(model, x):
+        mask = torch.zeros(5, 5)
+        mask[2] = -math.inf
+        return model.attention(x, x, x, attn_mask=mask)[0].pow(2).mean()  # here
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.attention(x, x, x, attn_mask=mask)[0]  # here
-
-    return Net(), lambda m, b: m(b).pow(2).mean(), torch.randn(3, 5, 8)
+    return chain(attention=nn.MultiheadAttention(8, 2, batch_first=True)), loss_fn, torch.randn(3, 5, 8)
 
 
 @cases.add("forward", "rnn_relu addmm linear", "divergence", module="rnn")
 def relu_recurrence_with_a_gain_above_one():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head = nn.RNN(4, 8, nonlinearity="relu", batch_first=True), nn.Linear(8, 1)
-            nn.init.constant_(self.rnn.weight_hh_l0, 3.0)
-
-        def forward(self, x):
-            return self.head(self.rnn(x)[0][:, -1])  # here
-
-    return Net(), lambda m, b: m(b).mean(), torch.rand(3, 120, 4)
+    model = chain(rnn=nn.RNN(4, 8, nonlinearity="relu", batch_first=True))
+    nn.init.constant_(model.rnn.weight_hh_l0, 3.0)
+    return model, lambda m, b: m(b)[0][:, -1].mean(), torch.rand(3, 120, 4)  # here
 
 
 @pytest.mark.parametrize("case", cases, ids=lambda case: case.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from forensic_cases import Apply, Case, Cases, Tiny, chain, check, incident_of, without_bias
+from forensic_cases import Case, Cases, Tiny, chain, check, incident_of, without_bias
 from torch import nn
 
 from safetrain.precision.islands import islands_of
@@ -55,18 +55,12 @@ def exp_in_half():
 
 @cases.add("forward", "matmul bmm mm", "fp16_overflow", module="attn", options=FP16, samples=[1])
 def attention_scores_without_scaling():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q = nn.Linear(8, 8)
-            self.attn = Apply(lambda q, k: (q @ k.transpose(1, 2)).softmax(-1))  # here
-
-        def forward(self, x):
-            return self.attn(self.q(x), x)
+    def loss_fn(model, x):
+        return model.attn(model.q(x), x).float()[:, :, 0].mean()
 
     x = torch.randn(3, 5, 8)
     x[1] *= 2000
-    return Net(), lambda m, b: m(b).float()[:, :, 0].mean(), x
+    return chain(q=nn.Linear(8, 8), attn=lambda q, k: (q @ k.transpose(1, 2)).softmax(-1)), loss_fn, x  # here
 
 
 @cases.add("forward", "sum", "fp16_overflow", module="pool", samples=[0])

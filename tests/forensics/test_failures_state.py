@@ -64,14 +64,12 @@ def weight_that_was_never_initialised():
 @cases.add("params", "buffer scale", "corrupt_parameter", module="", line=False)
 def infinite_scale_buffer():
     class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.tensor([1.0, math.inf, 1.0]))
-
         def forward(self, x):
             return self.body(x) * self.scale
 
-    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+    model = Net()
+    model.register_buffer("scale", torch.tensor([1.0, math.inf, 1.0]))
+    return model, lambda m, b: m(b).mean(), torch.randn(3, 4)
 
 
 @cases.add("params", "parameter weight", "corrupt_parameter", module="table", samples=[], line=False)
@@ -143,14 +141,12 @@ def nan_in_a_numpy_batch():
 @cases.add("params", "attribute table", "corrupt_parameter", module="scale")
 def tensor_that_a_module_holds():
     class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.tensor([1.0, math.nan, 1.0])
-
         def forward(self, x):
             return x * self.table  # here
 
-    return chain(body=Tiny(), scale=Scale()), lambda m, b: m(b).mean(), torch.randn(3, 4)
+    model = chain(body=Tiny(), scale=Scale())
+    model.scale.table = torch.tensor([1.0, math.nan, 1.0])
+    return model, lambda m, b: m(b).mean(), torch.randn(3, 4)
 
 
 @cases.add("params", "tensor weight", "corrupt_parameter", line=False)
