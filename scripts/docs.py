@@ -6,6 +6,7 @@
     <!-- generated: commands -->                  every command with its options
     <!-- generated: checks -->                    every check of `safetrain check`
     <!-- generated: walk --max-depth 2 -->        what scripts/walk prints with these options
+    <!-- generated: files -->                     every file of the package, with the first sentence of its docstring
     <!-- end generated -->
 
 `docs/lint.md` is made whole, from the rules.
@@ -13,11 +14,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -74,6 +77,8 @@ def generated(what: str) -> str:
         return checks()
     if kind == "walk":
         return walk(*rest)
+    if kind == "files":
+        return files()
     raise ValueError(f"nothing can be generated for {what!r}")
 
 
@@ -121,6 +126,23 @@ def walk(*options: str) -> str:
     command = [sys.executable, str(ROOT / "scripts" / "walk.py"), *options]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return f"<!-- drawing -->\n```text\n{done.stdout}```\n"
+
+
+# ---- the files -----------------------------------------------------------------------------------------------------
+
+
+def files() -> str:
+    package = ROOT / "safetrain"
+    paths = [path.relative_to(package) for path in sorted(package.rglob("*.py"))]
+    lines = []
+    for directory in sorted({path.parent for path in paths}):
+        for path in (path for path in paths if path.parent == directory):  # __init__.py is the first
+            doc = ast.get_docstring(ast.parse((package / path).read_text(encoding="utf-8"))) or ""
+            purpose = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+            is_package = directory.parts and path.name == "__init__.py"
+            name = f"{directory.as_posix()}/" if is_package else "  " * len(directory.parts) + path.name
+            lines.append(f"{name:<26}{purpose}".rstrip())
+    return "\n".join(["<!-- drawing -->", "```text", *lines, "```", ""])
 
 
 # ---- the API -------------------------------------------------------------------------------------------------------
@@ -180,7 +202,8 @@ def _default(value: Any) -> str:
 def _class(cls: type, wanted: str) -> list[str]:
     lines = _text(inspect.getdoc(cls) or "" if "__doc__" in vars(cls) and not _is_made(cls) else "")
     if issubclass(cls, enum.Enum):
-        return [*lines, *(f"- `{member.name}` = {member.value!r}" for member in cls), ""]
+        docs = _member_docs(cls)
+        return [*lines, *(_item(m.name, docs[m.name]) if docs else f"- `{m.name}` = {m.value!r}" for m in cls), ""]
     if dataclasses.is_dataclass(cls):
         docs = field_docs(cls)
         fields = [(f.name, str(f.type).replace("|", "or")) for f in dataclasses.fields(cls)]
@@ -193,6 +216,16 @@ def _class(cls: type, wanted: str) -> list[str]:
         shown = name if isinstance(member, PROPERTIES) else name + _spelt_signature(inspect.signature(function))
         lines.append(_item(shown, doc))
     return [*lines, ""]
+
+
+def _member_docs(cls: type[enum.Enum]) -> dict[str, str]:
+    """The string literal under each member of an enum."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        member.targets[0].id: below.value.value
+        for member, below in itertools.pairwise(body)
+        if isinstance(member, ast.Assign) and isinstance(below, ast.Expr)
+    }
 
 
 def _is_made(cls: type) -> bool:

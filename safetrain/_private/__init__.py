@@ -8,6 +8,7 @@ ddp.py         DistributedDataParallel: buffers, and the exchange of gradients o
 dtensor.py     which part of a sharded tensor this process has
 elastic.py     the launcher behind --nproc
 foreach.py     one call for many tensors
+fused.py       fused optimizers that skip an update on the device
 modules.py     torch's own base classes, and which buffers are saved
 storage.py     identity of memory, values of a sparse tensor
 dataloader.py  a DataLoader without its worker processes

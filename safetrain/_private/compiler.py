@@ -22,7 +22,7 @@ def _probe_original() -> bool:
 ORIGINAL = Feature(
     "compiled_module",
     relies_on="torch._dynamo.OptimizedModule._orig_mod",
-    lost="incidents name the modules of a model that was compiled by its owner as the model does",
+    lost="incidents name the modules of a model that you compiled yourself by the names they have in the model",
     instead="the compiled model is replayed eagerly as it is, and names in it begin with what torch calls the module inside",
     probe=_probe_original,
 )

@@ -1,4 +1,4 @@
-"""The launcher behind --nproc: torch's elastic agent, which torchrun is a command line for."""
+"""The launcher behind --nproc: torch's elastic agent, which is behind torchrun too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def require(num_processes: int) -> None:
 
 
 def run(arguments: Sequence[str], num_processes: int, logs: Path) -> None:
-    """`python ARGUMENTS` in so many processes, each with its output in the directory `logs`; that of rank 0 is also shown.
+    """`python ARGUMENTS` in `num_processes` processes, each with its output in the directory `logs`; that of rank 0 is also shown.
 
     The others are ended when one fails. Raises RanksFailed or Interrupted.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0.0, min_open=True),
     default=10.0,
     show_default=True,
-    help="About how many seconds the checks may take; of large data a sample is seen.",
+    help="Roughly how many seconds the checks may take; of large data only a sample is read.",
 )
 @click.option("--list", "list_checks", is_flag=True, help="List the checks and exit.")
 @click.option("--seed", metavar="N", help="Seed of every random source.")

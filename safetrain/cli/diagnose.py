@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps of CONFIG to examine.")
 @click.option("--scan", is_flag=True, help="Look through all of the training data of CONFIG instead.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="End a scan at so many bad batches."
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="End a scan after N bad batches."
 )
 @click.option("--step", type=click.IntRange(min=0), help="Only the incident of this step of RUN.")
 @click.option("--no-remedies", is_flag=True, help="Only find the operations, try nothing.")
@@ -228,7 +228,7 @@ class Examination:
             say(f"the scan ended at {len(found)} bad batches; --limit N looks for more")
 
     def _indices(self, position: int, incident: Incident) -> list[int]:
-        """Of the guilty samples in the data set, where a batch is so many samples in a row."""
+        """Indices of the guilty samples in the data set, where a batch is consecutive samples."""
         from ..data.sources import MapSource
 
         if self._unit != "batch" or not isinstance(self._trainer.stream.source, MapSource):
@@ -289,7 +289,7 @@ def _show_run(run: Path, step: int | None, as_json: bool) -> int:
 
 
 def _incidents_of(run: Path) -> list[Incident]:
-    """Newest first: those kept whole, and those of which only the journal tells."""
+    """Newest first: those kept whole, and those that are only in the journal."""
     from ..core.rundir import JOURNAL
     from ..incidents.bundle import INCIDENTS, incident_from, read_incident
 

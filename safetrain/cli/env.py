@@ -14,12 +14,16 @@ WIDTH = 120
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 def command(as_json: bool) -> None:
-    """Print versions and devices, and what works of that which torch does not document, for a bug report.
+    """Print versions and devices, and which undocumented features of torch and others work here, for a bug report.
+
+    \b
+    Environment:
+      SAFETRAIN_WITHOUT=NAME,…  turns features off by name, here and in every other command
 
     \b
     Examples:
       safetrain env
-      safetrain env --json
+      SAFETRAIN_WITHOUT=foreach safetrain env
     """
     from ..telemetry.environment import environment, undocumented
 
@@ -30,7 +34,9 @@ def command(as_json: bool) -> None:
     width = max(map(len, facts))
     for name, fact in facts.items():
         click.echo(f"{name:<{width}}  {', '.join(fact) if isinstance(fact, list) else fact}")
-    click.echo("\nUsed although torch, glibc or others do not document it, and what is lost where it is missing:\n")
+    click.echo(
+        "\nUndocumented features of torch, glibc and others that are relied on, and what is lost where one is missing:\n"
+    )
     width = max(map(len, features), default=0)
     for name, feature in features.items():
         click.echo(_lines(f"{name:<{width}}  {'ok' if feature['works'] else 'MISSING':<7}  ", feature))

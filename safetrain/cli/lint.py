@@ -1,4 +1,4 @@
-"""`safetrain lint`: a static look for the patterns that go NaN later."""
+"""`safetrain lint`: finds patterns in source code that lead to NaN, without running it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class ForensicsConfig:
 @dataclass
 class CheckpointConfig:
     enabled: bool = True
-    """Save the whole training state: when the run starts and ends, when it is interrupted, and as often as below. Without it
+    """Save the whole training state: when the run starts and ends, when it is interrupted, and as often as set below. Without it
     only the final weights are written and the run cannot be resumed."""
     every_steps: int | None = option(500, ge=1)
     """Save every N committed steps; null: not by steps."""
@@ -144,7 +144,7 @@ class CheckpointConfig:
     keep_last: int = option(3, ge=1)
     """The newest checkpoints to keep."""
     keep_best: int = option(1, ge=0)
-    """In addition, the best by `loop.monitor`; a new best evaluation is saved at once. 0: none is kept for being good."""
+    """In addition, the best by `loop.monitor`; a new best evaluation is saved at once. 0: none."""
     keep_every: int | None = option(None, ge=1)
     """In addition, one for every N committed steps, never deleted."""
     async_: bool = False

@@ -1,0 +1,1 @@
+"""What every other package speaks: verdict, view, incident, result, options. No torch.distributed, no run, no trainer."""

@@ -27,7 +27,12 @@ class Action(enum.IntEnum):
 
 
 class Doubt(enum.Enum):
-    """How a doubtful refusal is confirmed."""
+    """How a doubtful refusal is confirmed.
+
+    >>> easy = Verdict(Action.SKIP, reason="a spike in the third step", doubt=Doubt.LAST_GOOD_BATCH)
+    >>> merge([("early", easy)]).undoubted.action
+    <Action.COMMIT: 0>
+    """
 
     LAST_GOOD_BATCH = "last_good"
     """The batch that was committed last has become bad too."""
@@ -53,26 +58,32 @@ class Verdict:
     reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     salvage: bool = field(default=False, repr=False)
-    """On a refusal: the window may be tried once more without its non-finite micro-batches."""
+    """On a refusal for a number that is not finite: the window may be tried once more without its non-finite micro-batches, if
+    every guard that refuses says so."""
     bad_samples: Mapping[int, Sequence[int]] = field(default_factory=dict, repr=False)
-    """Rows that are at fault, by the index of their micro-batch. They are reported, and quarantined if they come back."""
+    """Rows that are at fault, by the index of their micro-batch. Of data given as a Dataset they are counted, and left out of
+    later epochs after `recovery.quarantine_after` incidents."""
     bad_state: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Names of parameters, optimizer state or buffers that are not sound, with what is wrong: skipping would not help."""
+    """Names of parameters, optimizer state or buffers that are not sound, with what is wrong. The step is then not repaired, and
+    after a rollback the next updates are checked before they count."""
     if_state_is_bad: bool = field(default=False, repr=False)
     """On a ROLLBACK: several refusals in a row explain it as well as a bad state does, so go back only if the last good batch
     no longer gives a good loss; otherwise the step is skipped."""
     restart: bool = field(default=False, repr=False)
-    """If the run has to go back: training has led nowhere yet, so go to the first snapshot, at a lower learning rate."""
+    """If the run has to go back: training has led nowhere yet, so start again from the first snapshot at a lower learning rate."""
     expected_loss: float | None = field(default=None, repr=False)
-    """What the loss was lately. A restart from a loss a million times as large lowers the learning rate twice."""
+    """What the loss was lately. A restart at a loss more than a million times as large lowers the learning rate twice."""
     doubt: Doubt | None = field(default=None, repr=False)
-    """The refusal holds only if this look at the weights confirms it; otherwise the step is committed."""
+    """The refusal holds only if this look at the weights confirms it, and a restart is still within its budget; otherwise the
+    step is committed."""
     doubt_margin: float = field(default=0.0, repr=False)
     """Share of the loss by which the present weights must be worse than the first ones for `Doubt.SINCE_START`."""
     detect_anomaly: bool = field(default=False, repr=False)
-    """Ask autograd's anomaly mode too when the refused step is replayed."""
+    """Also run the replay of the step, if it is refused, in autograd's anomaly mode. Works in a verdict that lets the step pass,
+    when another guard refuses it."""
     recording: Any = field(default=None, repr=False)
-    """What the guard measured in this step; written into the incident's bundle next to the guard's `records()`."""
+    """What the guard measured in this step, as plain numbers, strings, lists and dicts. If the guard has a method `records()`, which
+    returns the same of earlier steps, both are written to `flight_recorder.json` of the incident."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):

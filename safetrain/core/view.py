@@ -98,7 +98,7 @@ class StepView:
     micro_losses: Sequence[float] = ()
     """The loss of each micro-batch of the window."""
     refused_loss: float | None = None
-    """Loss of the attempt that was refused before this one, which repairs it, was made; None for a first attempt."""
+    """If this attempt is to repair a refused one: the loss of that. None for a first attempt."""
     norm_overflow: bool = False
     """The float32 gradient norm is Inf although every gradient is finite."""
     scaler_overflow: bool = False
@@ -122,7 +122,7 @@ class StepView:
     window: Callable[[], Sequence[Any]] = tuple
     """The micro-batches of the step, on the device. Nothing once the step is over: a view that is kept keeps no data."""
     epoch: int = 0
-    """Pass over the data that its micro-batches are of."""
+    """The epoch that its micro-batches come from."""
     error: Exception | None = None
     """What forward or backward raised, if a guard explained it; the loss and the gradient norm are then NaN."""
 

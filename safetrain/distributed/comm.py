@@ -186,7 +186,7 @@ class Link:
 
 
 class Failure:
-    """What a rank tells the others about an exception: exceptions themselves may not survive the way."""
+    """What a rank sends the others of an exception: exceptions themselves may not survive the way."""
 
     def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
         self.rank, self.kind, self.message, self.trace = rank, kind, message, trace

@@ -43,7 +43,7 @@ def find_bad_batches(
     with undisturbed_rng():
         for index, batch in enumerate(data):
             note(f"{len(found)} bad so far", index, total)
-            if _is_healthy(Step(model, loss_fn, [batch], precision=precision)):
+            if is_healthy(Step(model, loss_fn, [batch], precision=precision)):
                 continue
             incident = investigate(model, loss_fn, batch, precision=precision, effort=effort)
             if incident is None:
@@ -55,7 +55,7 @@ def find_bad_batches(
     return found
 
 
-def _is_healthy(step: Step) -> bool:
+def is_healthy(step: Step) -> bool:
     with Replayer(step) as replayer:
         result = replayer.plain()
         buffers = all(bool(torch.isfinite(b).all()) for b in replayer.model.buffers() if b.is_floating_point())

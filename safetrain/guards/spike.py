@@ -26,7 +26,7 @@ class SpikeConfig:
     """A spike is also at least this share of the loss at the start of training: below it, a hard batch is just a hard batch."""
     grad_ratio: float = option(1000.0, gt=1.0)
     """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says, if it is also above
-    those of the first `warmup_steps`: at the end of training norms are tiny, and one as at its start does no harm."""
+    those of the first `warmup_steps`: towards the end norms are tiny, and one as large as at the start does no harm."""
     window: int = option(50, ge=10)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)

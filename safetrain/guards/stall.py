@@ -33,8 +33,8 @@ class StallConfig:
     """Steps after which a loss that was never below its start, and is far above it, means that training never began:
     it starts again from the first snapshot, at a tenth of the learning rate."""
     early_steps: int | None = option(8, ge=2)
-    """When by now the mean loss is `early_rise` above its start and the weights have grown by half, the step is looked at with
-    the weights of the start: if they are better at it, training starts again at a tenth of the learning rate. null: never."""
+    """If after this many steps the mean loss is `early_rise` above its start and the weights have grown by half, the step is tried
+    with the weights of the start: if they are better at it, training starts again at a tenth of the learning rate. null: never."""
     early_rise: float = option(0.25, ge=0.0)
     """See `early_steps`."""
     far_above: float = option(1.5, gt=1.0)

@@ -91,7 +91,7 @@ class OptimizerGroup(Optimizer):
         self._hand_out()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of one optimizer with all the parameter groups."""
+        """Load the state of all of them, as of one optimizer with all the parameter groups."""
         super().load_state_dict(dict(state_dict))
         self._hand_out()
 

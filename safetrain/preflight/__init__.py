@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .checks import CHECKS
 from .outcome import FAIL, PASS, SKIP, WARN, Outcome
-from .registry import CHECKS
 from .report import Checked, CheckReport
 from .runner import check
 

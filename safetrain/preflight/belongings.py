@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..data.sources import ListSource
 from ..tensors.rng import GENERATORS
 from ..tensors.saved import CONTAINERS, Captured, is_state, restorer_of_container
 
@@ -37,13 +38,15 @@ _FOREIGN = ("threading", "logging", "multiprocessing", "concurrent", "asyncio", 
 class Belongings(Captured):
     """Also what is reached through attributes and functions, and arrays of NumPy; within limits."""
 
+    # A list of batches is only read, and copied before it is used; it may be all of the data.
     left_alone = (
+        ListSource,
         *(types.ModuleType, type, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType),
         *(*Captured.left_alone, torch.dtype, torch.device, torch.Size),
         *(threading.Thread, logging.Logger, io.IOBase, weakref.ref),
     )
 
-    def __init__(self, roots: Iterable[Any], known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, roots: Iterable[Any], known: Iterable[Any] = ()) -> None:
         self._restorers_of_large: list[Callable[[], None]] = []
         self._num_bytes = 0
         super().__init__(roots, known, MAX_ITEMS)

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +15,9 @@ from ..core.spelling import suggest
 from ..distributed.machine import deterministic_algorithms
 from ..errors import UsageError
 from ..guards import Guard
-from ..trainer.run import Run
+from .checks import CHECKS
 from .outcome import Outcome, Unavailable, skipped
-from .registry import CHECKS, Check
+from .registry import Check
 from .report import Checked, CheckReport
 from .subject import Budget, Subject
 from .untouched import Untouched
@@ -86,12 +85,6 @@ def _run(each: Check, subject: Subject) -> Checked:
     return Checked(each.name, outcome, time.perf_counter() - begin)
 
 
-class _Unwritten(Run):
-    """A run at its start, without a directory: the user's step may read `trainer.step` and the like."""
-
-    def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None: ...
-
-
 def _copied_guards(trainer: SafeTrainer) -> list[Guard] | None:
     """Copies for trial runs, made before any guard is attached; None if they cannot be copied."""
     shared: dict[int, object] = {id(module): module for module in trainer.model.modules()}
@@ -109,8 +102,7 @@ def _as_in_a_run(trainer: SafeTrainer) -> ExitStack:
         stack.enter_context(torch.enable_grad())
         if trainer.config.loop.deterministic:
             stack.enter_context(deterministic_algorithms())
-        trainer._run = _Unwritten(trainer.config, None, trainer.machine.rank)
-        stack.callback(setattr, trainer, "_run", None)
+        stack.enter_context(trainer.rehearsal())
         for guard in trainer.guards:
             if guard.name == "islands" and (remove := guard.attach(trainer.model)) is not None:
                 stack.callback(remove)

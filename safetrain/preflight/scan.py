@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..core.numbers import listed
 from ..tensors.nest import named_tensors
 from .sample import CannotRead, Read, Sample
 
@@ -35,6 +36,10 @@ class Rows:
             self.names.append(name)
             if len(self.batches) < 4:
                 self.batches[name] = (read, row)
+
+    @property
+    def spoken(self) -> str:
+        return f"sample{'s' if self.count > 1 else ''} {listed(self.names)}"
 
 
 @dataclass

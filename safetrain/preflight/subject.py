@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from ..guards import Guard
 from .observer import LossCall, Observer
 from .outcome import Unavailable
 from .sample import CannotRead, Read, Sample
-from .scan import Scan, scan
+from .scan import Field, Scan, scan
 from .untouched import Untouched
 
 if TYPE_CHECKING:
@@ -104,6 +104,17 @@ class Subject:
         markers = self._markers()
         with self.clean():
             return scan(self.sample, markers, self.budget.deadline(0.15))
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """How much of the data was read, for the numbers of an outcome."""
+        return {"seen": self.scan.num_rows, "of": self.scan.num_samples}
+
+    def fields(self) -> Iterable[tuple[str, Field]]:
+        """What is known of each tensor of the batches, by its path; raises Unavailable if no sample was read."""
+        if self.scan.num_rows == 0:
+            raise Unavailable("no sample could be read, see readable")
+        return self.scan.fields.items()
 
     def _markers(self) -> dict[str, set[int]]:
         """Padding and ignore indices, by the field they are in."""

@@ -7,9 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..data.sources import ListSource
 from ..tensors.rng import RandomState
 from ..tensors.saved import Captured
 from .belongings import Belongings
@@ -35,9 +34,8 @@ class Untouched:
         self._buffers = [(b, b.detach().clone()) for b in {id(b): b for b in buffers}.values()]
         self._optimizer = Captured([vars(trainer.optimizer)])
         self._scaler = copy.deepcopy(trainer.precision.state_dict())
-        self._attributes = dict(vars(trainer))
-        known: list[Tensor] = [*parameters.values(), *buffers]
-        self._belongings = Belongings([*modules, *_others(trainer)], known)
+        known = [*parameters.values(), *buffers, trainer.evaluation]  # nothing is evaluated
+        self._belongings = Belongings([*_parts(trainer), *modules], known)
 
     @torch.no_grad()
     def rewind(self, everything: bool = False) -> None:
@@ -53,8 +51,6 @@ class Untouched:
         self._optimizer.restore()
         if self._scaler:
             self._trainer.precision.load_state_dict(copy.deepcopy(self._scaler))
-        vars(self._trainer).clear()
-        vars(self._trainer).update(self._attributes)
         self._random.restore()
 
     @torch.no_grad()
@@ -81,9 +77,8 @@ def _modules(trainer: SafeTrainer) -> list[nn.Module]:
     return [trainer.model, *trainer.auxiliary_modules()]
 
 
-def _others(trainer: SafeTrainer) -> list[Any]:
-    """The loss, the schedule, the optimizer, the data, and what a subclass holds itself."""
-    # A list of batches is read only, and copied before it is used; it may be all of the data.
-    sources = [] if isinstance(trainer.stream.source, ListSource) else [trainer.stream.source]
-    own = [value for value in vars(trainer).values() if not type(value).__module__.startswith("safetrain.")]
-    return [trainer.loss_fn, trainer.scheduler, vars(trainer.optimizer), *sources, *own]
+def _parts(trainer: SafeTrainer) -> list[Any]:
+    """What a training step of the user's can reach: first of all the trainer, with what a subclass adds to it."""
+    step = trainer.stepper
+    parts = [step, step.history, step.schedule, step.precision, step.guards, *step.guards, trainer.stream]
+    return [trainer, *parts, trainer.loss_fn, trainer.scheduler, vars(trainer.optimizer), trainer.stream.source]

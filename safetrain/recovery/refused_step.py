@@ -34,7 +34,7 @@ class RefusedStep:
     is_step: bool = True
     """False: the state was found to be wrong between two steps."""
     num_committed: int = 0
-    """Steps that the weights have in them."""
+    """Committed steps before it, without those that a rollback has undone."""
     may_restart: bool = False
     """Training may be started again from the beginning."""
     nothing_learned: bool = False
@@ -42,7 +42,7 @@ class RefusedStep:
     diagnosis: Diagnosis | None = None
     """What the investigation found; None if there was none."""
     local_blame: LocalBlame | None = None
-    """With several processes: what it means for the window of this one."""
+    """With several processes: which samples of this one's window are at fault."""
     resolution: Resolution | None = None
     """What was done about it in the end; None if it was refused without need, and is committed."""
     committed: tuple[StepView, Decision] | None = None
@@ -54,8 +54,8 @@ class RefusedStep:
 
     @property
     def guilty_samples(self) -> dict[int, list[int]]:
-        """What shows bad data, or was found to be guilty, by micro-batch. None where most of a batch would be: then it is the
-        computation that is wrong."""
+        """Rows that are at fault, by the index of their micro-batch: those that the replay found, unless they are most of a batch
+        (then the computation is wrong, not the data), and those that a guard named."""
         if self.local_blame is not None:
             return self.local_blame.guilty
         found: dict[int, set[int]] = {self.guilty_micro_batch: set(self.incident.samples)}
@@ -68,14 +68,14 @@ class RefusedStep:
 
     @property
     def may_drop_samples(self) -> bool:
-        """Samples are known to be guilty, and they are not most of a batch: then it is the computation that is wrong."""
+        """The replay found samples that are at fault, and they are not most of a batch: then the computation would be wrong."""
         if self.local_blame is not None:
             return self.local_blame.all_can_drop
         samples = self.incident.samples
         return bool(samples) and 2 * len(samples) <= num_samples(self.window[self.guilty_micro_batch])
 
     def without_guilty_samples(self) -> list[Any]:
-        """The window, on this rank, without the samples that a replay has shown to be guilty."""
+        """The window, on this rank, without the samples that the replay has shown to be at fault."""
         guilty = (
             {self.guilty_micro_batch: self.incident.samples} if self.local_blame is None else self.local_blame.droppable
         )
@@ -92,12 +92,12 @@ class RefusedStep:
 
     @property
     def patch(self) -> Patch | None:
-        """The safe variant that was seen to keep the step finite."""
+        """The safe variant of an operation that was seen to keep the step finite."""
         return None if self.diagnosis is None else self.diagnosis.patch
 
     @property
     def is_non_finite(self) -> bool:
-        """Some number of the step itself is NaN or Inf, while the state before it was fine."""
+        """Some number of the step itself is NaN or Inf, and the state before it was sound."""
         return self.has_non_finite_number and not self.has_bad_state
 
     @property
@@ -130,7 +130,7 @@ class RefusedStep:
 
     @property
     def is_fault_of_data(self) -> bool:
-        """A sample or a formula is known to be at fault, or chance; not the way training goes."""
+        """A sample, a formula or a transient fault is known to be the cause, not the way training goes."""
         transient = self.incident.replay.reproduced is False
         return transient or bool(self.incident.samples) or CAUSES[self.incident.cause.label].is_fault_of_data
 
@@ -144,4 +144,4 @@ class Resolution:
     reasons: Sequence[str] = ()
     """What each rung that was tried has to say."""
     is_dynamics: bool = False
-    """The way training goes is at fault, so the learning rate should be lowered."""
+    """The training dynamics are at fault, so the learning rate should be lowered."""

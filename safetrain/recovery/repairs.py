@@ -25,6 +25,8 @@ CAREFUL_STEPS = 20
 
 
 class Repairs:
+    """What a rung may do about a refused step."""
+
     def __init__(self, step: Step, checkpoints: CheckpointPolicy) -> None:
         self._step, self._checkpoints = step, checkpoints
         self.last_good = LastGood()
@@ -119,7 +121,7 @@ class Repairs:
         return bool(self.last_good.window)
 
     def state_problem(self) -> str | None:
-        """What shows that the state is at fault: a window that was good lately gives a good loss no longer. None if they all do."""
+        """What shows that the state is at fault: a window that was good lately no longer gives a good loss. None if they all still do."""
         step, good = self._step, self.last_good
         if not good.window:
             return "no step was committed lately, so there is no good batch to tell bad data from a bad state"
@@ -164,7 +166,7 @@ class Repairs:
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 
     def go_back(self, to: str, skip_windows: int = 0) -> tuple[int, int]:
-        """Restore an earlier state; returns the step it is of, and the committed steps that it has in it."""
+        """Restore an earlier state; returns its step, and how many committed steps it contains."""
         step, num_committed = self._checkpoints.rollback(to, skip_windows)
         self.last_good.forget()
         return step, num_committed

@@ -1,0 +1,1 @@
+"""One optimizer step as a transaction, for one process and many. It knows no run, no files and no trainer."""

@@ -1,4 +1,4 @@
-"""What this program runs on: versions, devices, and what works of that which is not documented."""
+"""What this program runs on: versions, devices, and which undocumented features work here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def environment() -> dict[str, Any]:
 
 
 def undocumented() -> dict[str, dict[str, Any]]:
-    """What is relied on although it is not documented, by name. Tries all of it out, which takes seconds."""
+    """Undocumented features that are relied on, by name. Tries all of them out, which takes seconds."""
     try:
         from .._private.table import FEATURES, check_names
     except ImportError:  # a machine without torch

@@ -96,16 +96,16 @@ class Sink:
         """Every step, in batches."""
 
     def logged(self, record: StepRecord, vitals: Vitals) -> None:
-        """One step of `loop.log_every`, and every one that did not go as usual; with the state of the run at that step."""
+        """Every `loop.log_every`-th step, and each one that did not go as usual; with the state of the run at that step."""
 
     def refreshed(self, vitals: Vitals) -> None:
         """The state of the run now, a few times a second."""
 
     def incident(self, incident: Incident) -> None:
-        """A step was refused, and this is what was found out and done."""
+        """A step was refused: what was found out, and what was done about it."""
 
     def rolled_back(self, to_step: int, num_committed: int, source: str) -> None:
-        """The state is that of an earlier step again. `source` is where it was kept."""
+        """The run went back to an earlier state. `source` is where it was kept."""
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         """The metrics of an evaluation, and `step`."""
@@ -120,7 +120,7 @@ class Sink:
         """A checkpoint of this moment is about to be written. If that fails, a note says so."""
 
     def sync(self) -> None:
-        """Everything received so far is to be on disk: a checkpoint of this moment is being written."""
+        """Write everything received so far to disk: a checkpoint of this moment is being written."""
 
     def finished(self, result: FitResult) -> None:
         """The run is over: `result.status` is done, paused, stopped, interrupted or error."""

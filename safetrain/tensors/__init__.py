@@ -1,0 +1,1 @@
+"""Nests, gradients, saved values, random state, and tensors that are sharded over processes."""

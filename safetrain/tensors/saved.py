@@ -101,17 +101,17 @@ def _is_plain(tensor: Tensor) -> bool:
 class Captured:
     """What the roots hold: values of tensors, contents of containers, states of generators, all the way down.
 
-    `restore` puts them back into the same objects, any number of times. Parameters are left out, and so are the
-    tensors in `known`: somebody else restores those.
+    `restore` puts them back into the same objects, any number of times. Parameters and the
+    objects in `known` are left out: somebody else restores those.
     """
 
     left_alone: ClassVar[tuple[type, ...]] = (str, bytes, int, float, complex, bool, type(None))
 
-    def __init__(self, roots: Iterable[Any], known: Iterable[Tensor] = (), max_items: int | None = None) -> None:
+    def __init__(self, roots: Iterable[Any], known: Iterable[Any] = (), max_items: int | None = None) -> None:
         self._max_items = max_items
         """Longer containers are data, not state."""
         self._restorers: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in known}
+        self._seen: dict[int, Any] = {id(item): item for item in known}
         todo = deque(roots)
         while todo and self.has_room:
             item = todo.popleft()

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config, and checks the parts that were handed over."""
+"""Builds the parts of a run from its config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from ..step.exchange import Exchange
 from ..step.joint import JointExchange
 from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
-from ..tensors.sharded import is_sharded, keep_sharded, shard_model
+from ..tensors.sharded import is_sharded
+from .fsdp import keep_sharded, shard_model
 
 
 def open_machine(loop: LoopConfig) -> Machine:

@@ -1,4 +1,4 @@
-"""The record of a run: its directory, what has happened so far, and everyone who is told about it."""
+"""The record of a run: its directory, what has happened so far, and the sinks that it is reported to."""
 
 from __future__ import annotations
 
@@ -59,8 +59,12 @@ class Run:
         rank: int,
         resume: bool | str = False,
         history: History | None = None,
+        is_written: bool = True,
     ) -> None:
-        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either."""
+        """`resume`: False for a new directory, True or "force" for one that holds a run, "auto" for either.
+
+        Unless `is_written` there is no directory, and no sink is opened.
+        """
         self.config, self.rank = config, rank
         self.history = History() if history is None else history
         """What guards see of the steps so far; shared with the `Step`."""
@@ -77,7 +81,8 @@ class Run:
         self._wrote_config = False
         self.shared_dir: Path
         """The run's directory, also for processes that do not write into it by themselves."""
-        self._open_dir(asked_dir, resume)
+        if is_written:
+            self._open_dir(asked_dir, resume)
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
@@ -170,7 +175,7 @@ class Run:
             self.telemetry.noted(note)
 
     def warn(self, text: str) -> None:
-        """Tell everyone, also who runs without a console."""
+        """In the log, and to all sinks, so that it is seen without a console too."""
         logging.getLogger("safetrain").warning("%s", text)
         self.telemetry.noted(text)
 
@@ -181,7 +186,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str, doing: str) -> Iterator[None]:
-        """Something beside the steps: its seconds are counted under that name, and it is shown while it lasts."""
+        """Time spent outside the steps: its seconds are counted under that name, and it is shown while it lasts."""
         self.telemetry.doing(doing)
         begin = time.perf_counter()
         try:
@@ -332,7 +337,7 @@ class Run:
         return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
 
     def close_incident(self, case: RefusedStep) -> None:
-        """Note what was done about a refused step; keep and tell its incident."""
+        """Record what was done about a refused step; keep and report its incident."""
         incident, view, resolution = case.incident, case.view, case.resolution
         assert resolution is not None
         incident.decision = Outcome(str(resolution.action), [*case.decision.reasons, *resolution.reasons])
@@ -352,7 +357,7 @@ class Run:
         self.keep(incident)
 
     def keep(self, incident: Incident) -> None:
-        """Add an incident to the record and tell of it."""
+        """Add an incident to the record and report it."""
         self.result.incidents.append(incident)
         if self.dir is not None and incident.path is not None:
             try:

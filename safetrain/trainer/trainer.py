@@ -271,6 +271,15 @@ class SafeTrainer(TrainerHooks):
             run.write_config()
             yield run
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Before `fit`: inside, hooks find a run that has just begun, of which nothing is written."""
+        self._run = self.stepper.exchange.run = Run(self.config, None, self.machine.rank, is_written=False)
+        try:
+            yield
+        finally:
+            self._run = None
+
     def _finished(self) -> bool:
         loop, result = self.config.loop, self._session.run.result
         if loop.max_steps is not None:
@@ -361,7 +370,7 @@ class SafeTrainer(TrainerHooks):
         return self.stepper.next_index
 
     def check(self, only: str | Iterable[str] | None = None, budget: float = 10.0) -> CheckReport:
-        """Look at data, model and first steps before `fit()`, and leave them as they are; see `safetrain.check`."""
+        """Check data, model and first steps before `fit()`, without changing any of them; see `safetrain.check`."""
         from ..preflight import check
 
         return check(self, only, budget)
@@ -374,11 +383,12 @@ class SafeTrainer(TrainerHooks):
         state and the guards' baselines are restored. The data goes on from where it is, after `skip_windows` more steps' worth
         of it. Attempts, incidents and budgets are not rewound.
         """
+        self.run  # noqa: B018  raises if there is none
         self._settle()
         return self._session.recovery.repairs.go_back(to, skip_windows)[0]
 
-    def guard(self, name: str) -> Guard:
-        """The guard of that name; one that is not there yet is made with its defaults and put to work."""
+    def guard(self, name: str) -> Any:
+        """The guard of that name; one that the run does not have yet is added with its defaults."""
         return self.guards.named(name)
 
     def auxiliary_modules(self) -> list[nn.Module]:

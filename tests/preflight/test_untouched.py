@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from safetrain import SafeTrainer, UsageError, check
+from safetrain.checkpoint.state import TrainState
+from safetrain.guards.backoff import Level
 from safetrain.optim.optimizers import OptimizerGroup
-from safetrain.preflight import FAIL, SKIP
+from safetrain.preflight import FAIL, PASS, SKIP
 from safetrain.tensors.rng import RandomState
 
 
@@ -130,6 +133,28 @@ class Annealing(SafeTrainer):
         return cross_entropy(model, batch) * (1 + 0.1 * min(self.step, 5))
 
 
+class Meddling(SafeTrainer):
+    """A training step that changes whatever it can reach of the trainer."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        model.hidden.eval()
+        self.stepper.history.epoch += 1
+        self.stepper.history.refused_steps.append(self.step)
+        self.run.result.skipped += 1
+        self.guard("batch")
+        self.guard("backoff").level = Level(0.25)
+        self.guard("spike").load_state_dict(copy.deepcopy(type(self.guards.named("spike"))().state_dict()))
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        for state in self.optimizer.state.values():
+            state["exp_avg"].add_(1)
+        self.scheduler.step()
+        self.precision.load_state_dict(self.precision.state_dict() | {"scale": 2.0})
+        self.stream.num_consumed += 1
+        if self.ema is not None:
+            self.ema.update()
+        return cross_entropy(model, batch)
+
+
 class TwoOptimizers(SafeTrainer):
     def build_optimizer(self, model: nn.Module) -> OptimizerGroup:
         return OptimizerGroup(
@@ -151,6 +176,7 @@ class Teaching(SafeTrainer):
 
 
 ONE_CYCLE = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 3e-3, "total_steps": 24}
+COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 24}
 MOMENTUM = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
 
 
@@ -237,6 +263,97 @@ def test_random_state_gradients_and_files_are_unchanged(tmp_path: Path, monkeypa
     assert len(trainer.model.hidden._forward_hooks) == hooks
     assert (trainer.model.calls, trainer.model.past, trainer.model.lazy) == (0, [], None)
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
+
+
+def whole_state(trainer: SafeTrainer) -> dict[str, Any]:
+    """All that moves with a step, and the place in the data."""
+    state = TrainState.gather(trainer.stepper)
+    history = trainer.stepper.history
+    return copy.deepcopy(
+        {
+            "tensors": state.tensors,
+            "rest": state.rest,
+            "modes": [module.training for module in trainer.model.modules()],
+            "data": trainer.stream.state_dict(),
+            "history": {**history.state_dict(), "step": history.step, "epoch": history.epoch},
+            "guards": [guard.name for guard in trainer.guards],
+            "attributes": sorted(vars(trainer.stepper)),
+        }
+    )
+
+
+def test_what_the_step_holds_is_restored_after_it_was_meddled_with(tmp_path: Path) -> None:
+    """From the middle of a training: with moments, baselines of guards, and a schedule and a loss scale that have moved."""
+    options = {"loop": {"precision": "fp16", "ema": 0.9}, "scheduler": COSINE}
+    other = make_trainer(model=Busy(), **options)
+    other._run_dir = tmp_path / "run"
+    other.config.loop.max_steps = 12
+    other.fit()
+    trainer = make_trainer(model=Busy(), cls=Meddling, **options)
+    TrainState.gather(other.stepper).restore_training(trainer.stepper)
+    trainer.stream.load_state_dict(other.stream.state_dict())
+    before = whole_state(trainer)
+    assert before["data"]["num_consumed"] > 0
+    assert any(name.endswith("exp_avg") for name in before["tensors"])
+    report = check(trainer, budget=20)
+    assert not [checked for checked in report.checks if "the check itself failed" in checked.reason]
+    assert report["overfit_batch"].status != SKIP
+    assert_same(whole_state(trainer), before)
+    assert not trainer.has_run
+
+
+class Asking(SafeTrainer):
+    """Looks at the run and its guards."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        assert self.has_run
+        scale = 1 + 0.01 * min(self.step, 5) + 0.001 * len(self.run.result.incidents) + 0.001 * min(self.run.step, 5)
+        if any(guard.name == "spike" for guard in self.guards) and self.guard("backoff").level.scale < 1:
+            scale *= 0.5
+        return cross_entropy(model, batch) * scale
+
+
+def test_a_step_may_look_at_the_run_and_its_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(cls=Asking)
+    report = check(trainer, budget=20)
+    assert {checked.name: checked.reason for checked in report.checks if checked.status == FAIL} == {}
+    assert {checked.name for checked in report.with_status(SKIP)} == {"padding"}
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match="there is no run yet"):
+        trainer.run  # noqa: B018
+    assert trainer.fit().steps == 24
+
+
+class Constructed(SafeTrainer):
+    """Its own constructor takes other arguments, and its hooks would be noticed."""
+
+    def __init__(self, factor: float, calls: list[str]) -> None:
+        self.factor, self.calls = factor, calls
+        x, y = make_data()
+        model, data = nn.Linear(NUM_FEATURES, NUM_CLASSES), TensorDataset(x, y)
+        super().__init__(model, train_data=data, eval_data=data, config=QUICK)
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.factor * cross_entropy(model, batch)
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        self.calls.append("build_scheduler")
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    def on_commit(self, view: Any) -> None:
+        self.calls.append("on_commit")
+
+
+QUICK = {"loop": {"max_steps": 4}, "data": {"batch_size": 16}, "logging": {"console": "off", "tensorboard": False}}
+
+
+def test_a_trainer_with_a_constructor_of_its_own_is_resumed() -> None:
+    calls: list[str] = []
+    trainer = Constructed(0.5, calls)
+    report = check(trainer, only="resume", budget=20)
+    assert report["resume"].status == PASS, report["resume"].reason
+    assert calls == ["build_scheduler"]
 
 
 def test_a_failing_check_changes_nothing() -> None:

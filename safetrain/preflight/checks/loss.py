@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 
-from ..core.numbers import amount
-from .observer import LossCall
-from .outcome import Outcome, failed, passed, skipped, warned, worst
-from .subject import Subject
+from ...core.numbers import amount
+from ..observer import LossCall
+from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..registry import preflight_check
+from ..subject import Subject
 
 
+@preflight_check(
+    looks_at="the first loss against that of a model that has learned nothing: ln C, ln 2, or predicting 0",
+    fails="5 times that (squared error: 100 times), or 1,000 times its own mean",
+    warns="1.5 times, less than half, or 20 times its own mean",
+    fix="small weights in the last layer, standardised targets, `reduction='mean'`",
+)
 def initial_loss(subject: Subject) -> Outcome:
     seen = subject.steps
     loss = sum(seen.losses) / len(seen.losses)

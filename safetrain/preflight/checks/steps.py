@@ -12,21 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.numbers import amount, listed
-from ..forensics import Effort, Step, diagnose
-from ..forensics.raised import is_numeric
-from ..forensics.scan import _is_healthy
-from ..precision import islands
-from ..tensors.rng import seed_everything
-from .observer import FP16_MAX, FP16_MIN
-from .outcome import Outcome, failed, passed, skipped, warned, worst
-from .sample import CannotRead, Read
-from .subject import Subject
+from ...core.numbers import amount, listed
+from ...forensics import Effort, Step, diagnose
+from ...forensics.raised import is_numeric
+from ...forensics.scan import is_healthy
+from ...precision import islands
+from ...tensors.rng import seed_everything
+from ..observer import FP16_MAX, FP16_MIN
+from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..registry import preflight_check
+from ..sample import CannotRead, Read
+from ..subject import Subject
 
 MAX_UNUSUAL = 12
 """Batches with unusual samples: tried first, and given more time."""
 
 
+@preflight_check(
+    looks_at="loss and gradients of batches from all over the data, the last one of the epoch included",
+    fails="one is not finite, or the step raises; the first bad operation, its cause and its samples are named",
+    warns="it was not finite only once",
+    fix="the change at that line, tried on a replay",
+)
 def finite_steps(subject: Subject) -> Outcome:
     """Forward and backward of as many batches as the budget allows; the first non-finite one is investigated."""
     if (error := subject.observed.error) is not None:
@@ -41,7 +48,7 @@ def finite_steps(subject: Subject) -> Outcome:
                 num_batches += 1
                 seed_everything(read.position)  # every step draws other random numbers
                 num_samples += read.size
-                if not _is_healthy(_step(subject, read)):
+                if not is_healthy(_step(subject, read)):
                     bad = read
                     break
                 if time.perf_counter() > (deadline if num_batches >= MAX_UNUSUAL else latest):
@@ -134,6 +141,12 @@ def _advice(error: Exception) -> str:
 LARGE_OUTPUT, HUGE_OUTPUT = 1e4, 1e8
 
 
+@preflight_check(
+    looks_at="the output of each layer",
+    fails="above 1e8, or not finite",
+    warns="above 1e4",
+    fix="standardise the inputs, scale the initialisation down, or normalise before the layer named",
+)
 def output_scale(subject: Subject) -> Outcome:
     layers = subject.steps.observer.layers
     if not layers:
@@ -167,6 +180,12 @@ def _smaller(subject: Subject, name: str, largest: float) -> str:
     return f"scale the initialisation of {name}, or of what comes before it, down; or put a normalisation (nn.LayerNorm) before it"
 
 
+@preflight_check(
+    looks_at="the gradient of each parameter",
+    fails="all zero, vanishing 1e7-fold over the layers, or a norm above 1e8",
+    warns="parameters that are not reached, zero in a matrix, vanishing 1e5-fold, or a norm above 1e4",
+    fix="do not detach; use or freeze the parameters named; residual connections, normalisation, `guards.clip`",
+)
 def gradient_scale(subject: Subject) -> Outcome:
     seen = subject.steps
     problems = []
@@ -239,6 +258,12 @@ def _has_zero_init_branch(subject: Subject, gradients: dict[str, float]) -> bool
     return any(size > 0 and not bool(parameters[name].any()) for name, size in gradients.items())
 
 
+@preflight_check(
+    looks_at="units of ReLU that never activate, and saturated tanh and sigmoid",
+    fails="nine tenths of a layer are dead",
+    warns="half of a layer is dead, or nine tenths of its values are saturated",
+    fix="start biases at 0 and weights at `kaiming_uniform_`, or use LeakyReLU or GELU",
+)
 def dead_units(subject: Subject) -> Outcome:
     units = subject.steps.observer.units
     if not units:
@@ -279,6 +304,12 @@ def dead_units(subject: Subject) -> Outcome:
     )
 
 
+@preflight_check(
+    looks_at="the largest value and the smallest gradient against the range of float16",
+    fails="`loop.precision` is fp16 and a value is above 65504, or nine tenths of the gradients are lost",
+    warns="fp16 with a value above an eighth of that, or a tenth of the gradients lost",
+    fix="standardise the inputs, `loop.precision=bf16`, or `guards.islands.modules`",
+)
 def amp_headroom(subject: Subject) -> Outcome:
     observer, precision = subject.steps.observer, subject.trainer.precision.name
     in_fp32 = [name for name in islands.islands_of(subject.model) if name != islands.LOSS]

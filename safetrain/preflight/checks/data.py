@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import traceback
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from ..core.numbers import amount, listed
-from ..forensics.replay import fresh
-from ..forensics.samples_of import select
-from .outcome import Outcome, Unavailable, failed, passed, skipped, warned, worst
-from .sample import Read
-from .scan import Field, Rows
-from .subject import Subject
+from ...core.numbers import amount, listed
+from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..registry import preflight_check
+from ..scan import Field
+from ..subject import Subject
 
 FEW = 8
 """With fewer samples, their differences are not judged."""
@@ -24,6 +19,11 @@ OUTLIER = 1e3
 LARGE = 1e4
 
 
+@preflight_check(
+    looks_at="every sample can be read and put into a batch",
+    fails="reading raises, there is no batch, or a batch holds no sample",
+    fix="repair or leave out the samples named",
+)
 def readable(subject: Subject) -> Outcome:
     scan = subject.scan
     if scan.error is not None:
@@ -45,31 +45,41 @@ def readable(subject: Subject) -> Outcome:
             batches=scan.empty_batches[:64],
         )
     fields = [f"{path or 'batch'} {_dtype(known)}{list(known.shape)}" for path, known in scan.fields.items()]
-    return passed(f"{scan.seen} in {scan.num_batches} batches: {listed(fields)}", **seen(subject))
+    return passed(f"{scan.seen} in {scan.num_batches} batches: {listed(fields)}", **subject.seen)
 
 
-def finite(subject: Subject) -> Outcome:
+@preflight_check(
+    looks_at="NaN and Inf in the data",
+    fails="a field holds one",
+    fix="fill it in where the data is read, or leave out the samples named",
+)
+def data_finite(subject: Subject) -> Outcome:
     problems = []
-    for path, known in _fields(subject):
+    for path, known in subject.fields():
         for kind, rows in (("NaN", known.nan), ("Inf", known.inf)):
             if rows.count:
                 fill = "nanmean of its column" if kind == "NaN" else "a bound that the data has"
                 problems.append(
                     failed(
                         f"field {path!r} has {kind} in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
-                        f"fill it in where the data is read (the {fill}, say), or leave out {_samples(rows)}",
+                        f"fill it in where the data is read (the {fill}, say), or leave out {rows.spoken}",
                         field=path,
                         samples=rows.names,
                         num_samples=rows.count,
                     )
                 )
-    return worst(problems, passed(f"every number of {subject.scan.seen} is finite", **seen(subject)))
+    return worst(problems, passed(f"every number of {subject.scan.seen} is finite", **subject.seen))
 
 
-def scale(subject: Subject) -> Outcome:
+@preflight_check(
+    looks_at="outliers, and fields that are not standardised",
+    warns="a sample is 1,000 times the typical one, or the typical value is above 10,000",
+    fix="rescale, clip or leave out the sample named; standardise the field",
+)
+def data_scale(subject: Subject) -> Outcome:
     problems = []
     largest = {}
-    for path, known in _fields(subject):
+    for path, known in subject.fields():
         if not known.peaks:
             continue
         peak, typical = max(known.peaks), statistics.median(known.peaks)
@@ -95,12 +105,18 @@ def scale(subject: Subject) -> Outcome:
     if not largest:
         return skipped("the batches hold no floating-point field")
     peaks = [f"{path or 'batch'} at most {amount(value)}" for path, value in largest.items()]
-    return worst(problems, passed(listed(peaks), **seen(subject)))
+    return worst(problems, passed(listed(peaks), **subject.seen))
 
 
+@preflight_check(
+    looks_at="features that never change",
+    fails="no field differs from sample to sample",
+    warns="a column, a channel or a whole field is constant",
+    fix="leave it out, or repair where it is read",
+)
 def constant_features(subject: Subject) -> Outcome:
     problems = []
-    fields = [(path, known) for path, known in _fields(subject) if known.low is not None and known.high is not None]
+    fields = [(path, known) for path, known in subject.fields() if known.low is not None and known.high is not None]
     if not fields:
         return skipped("the batches hold no floating-point field")
     if max(known.num_rows for _, known in fields) < FEW:
@@ -126,7 +142,7 @@ def constant_features(subject: Subject) -> Outcome:
         return failed(
             f"no floating-point field differs from sample to sample: {listed([path for path, _ in fields])}",
             "read the data itself, not a placeholder: all samples look the same to the model",
-            **seen(subject),
+            **subject.seen,
         )
     for (path, known), constant_field in zip(fields, is_constant, strict=True):
         value = known.maximum[0]
@@ -142,67 +158,9 @@ def constant_features(subject: Subject) -> Outcome:
         problems,
         passed(
             f"{num_features} feature{'s' if num_features != 1 else ''}, none constant in {subject.scan.seen}",
-            **seen(subject),
+            **subject.seen,
         ),
     )
-
-
-def empty_samples(subject: Subject) -> Outcome:
-    problems = []
-    for path, known in _fields(subject):
-        if known.empty.count:
-            problems.append(
-                failed(
-                    f"field {path!r} has no value at all in {known.empty.count} samples: {listed(known.empty.names)}",
-                    f"leave out {_samples(known.empty)}",
-                    field=path,
-                    samples=known.empty.names,
-                )
-            )
-        for value, rows in known.all_same.items():
-            problems += _without_content(subject, path, known, value, rows)
-        rows = known.all_zero
-        if rows.count and rows.count <= 0.5 * known.num_rows and math.prod(known.shape) >= FEW:
-            problems.append(
-                warned(
-                    f"field {path!r} is all zeros in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
-                    f"leave out {_samples(rows)} if there is nothing in them",
-                    field=path,
-                    samples=rows.names,
-                )
-            )
-    return worst(problems, passed(f"none in {subject.scan.seen}", **seen(subject)))
-
-
-def _without_content(subject: Subject, path: str, known: Field, value: int, rows: Rows) -> Iterator[Outcome]:
-    """Sequences that repeat one value: an outcome if the loss of such a sample is not finite, or it is all ignored."""
-    read, row = next(iter(rows.batches.values()))
-    loss, usual = _loss_of(subject, read, row), _loss_of(subject, subject.healthy[0], 0)
-    numbers = {"field": path, "samples": rows.names, "num_samples": rows.count}
-    which = f"{rows.count} of {known.num_rows} samples: {listed(rows.names)}"
-    if math.isfinite(usual) and not math.isfinite(loss):
-        yield failed(
-            f"field {path!r} is nothing but {value} in {which}; the loss of such a sample is {loss}",
-            f"leave out {_samples(rows)}, or let the loss count them as 0 (divide by the number of values, at least 1)",
-            **numbers,
-        )
-    elif any(
-        value == c.arguments["ignore_index"] for c in subject.loss_calls if c.field == path and c.has_class_indices
-    ):
-        yield warned(
-            f"field {path!r} is nothing but the ignore index {value} in {which}",
-            f"leave out {_samples(rows)}: there is nothing to learn in them",
-            **numbers,
-        )
-
-
-def _loss_of(subject: Subject, read: Read, row: int) -> float:
-    """The loss of one sample alone; NaN also if the model cannot run a batch of one (BatchNorm, say)."""
-    with subject.clean(), torch.no_grad():
-        try:
-            return float(subject.forward(select(fresh(read.batch), [row], read.size)))
-        except Exception:
-            return math.nan
 
 
 def _per_feature(known: Field) -> torch.Tensor:
@@ -215,20 +173,6 @@ def _per_feature(known: Field) -> torch.Tensor:
     elif len(known.shape) == 2:
         low, high = low.amin(0), high.amax(0)
     return (low == high).flatten().cpu()
-
-
-def _fields(subject: Subject) -> Iterator[tuple[str, Field]]:
-    if subject.scan.num_rows == 0:
-        raise Unavailable("no sample could be read, see readable")
-    yield from subject.scan.fields.items()
-
-
-def _samples(rows: Rows) -> str:
-    return f"sample{'s' if rows.count > 1 else ''} {listed(rows.names)}"
-
-
-def seen(subject: Subject) -> dict[str, Any]:
-    return {"seen": subject.scan.num_rows, "of": subject.scan.num_samples}
 
 
 def _dtype(known: Field) -> str:

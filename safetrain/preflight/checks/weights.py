@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .._private.modules import transposed_convolutions
-from ..core.numbers import amount, listed
-from ..tensors.rng import seed_everything
-from .outcome import Outcome, failed, passed, warned, worst
-from .subject import Subject
+from ..._private.modules import transposed_convolutions
+from ...core.numbers import amount, listed
+from ...tensors.rng import seed_everything
+from ...trainer.trainer import SafeTrainer
+from ..outcome import Outcome, failed, passed, warned, worst
+from ..registry import preflight_check
+from ..subject import Subject
 
 MAX_REBUILT_BYTES = 2**30
 HUGE = 1e6
@@ -22,7 +24,12 @@ EXTREME, LARGE, SMALL = 100.0, 20.0, 1e-3
 """Limits of RMS(weight) * sqrt(fan_in). torch's default initialisation gives around 0.6."""
 
 
-def finite(subject: Subject) -> Outcome:
+@preflight_check(
+    looks_at="initial weights that are NaN or Inf, or were never written to",
+    fails="one is",
+    fix="initialise the parameter named",
+)
+def weights_finite(subject: Subject) -> Outcome:
     problems = []
     for name, tensor in subject.model.named_parameters():
         if not tensor.is_floating_point() or not tensor.numel():
@@ -67,7 +74,7 @@ def _uninitialised(subject: Subject) -> list[str] | None:
     None if that is not possible: the model was passed in, or is too large to have twice.
     """
     trainer = subject.trainer
-    is_built_here = trainer.config.model is not None or type(trainer).build_model is not _default_build_model()
+    is_built_here = trainer.config.model is not None or type(trainer).build_model is not SafeTrainer.build_model
     size = sum(p.nbytes for p in subject.model.parameters())
     if not is_built_here or size > MAX_REBUILT_BYTES:
         return None
@@ -94,13 +101,13 @@ def _uninitialised(subject: Subject) -> list[str] | None:
     ]
 
 
-def _default_build_model() -> object:
-    from ..trainer.trainer import SafeTrainer
-
-    return SafeTrainer.build_model
-
-
-def scale(subject: Subject) -> Outcome:
+@preflight_check(
+    looks_at="initial weights that are extreme or near zero",
+    fails="100 times too large, all near zero, or zeros that get no gradient",
+    warns="20 times too large, or one near zero",
+    fix="initialise with a deviation of 1/sqrt(fan_in)",
+)
+def weights_scale(subject: Subject) -> Outcome:
     problems: list[Outcome] = []
     sizes: dict[str, float] = {}
     for name, weight, fan_in in _matrices(subject.model):

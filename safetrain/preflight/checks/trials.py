@@ -13,14 +13,15 @@ import torch
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.numbers import amount, listed
-from ..core.view import Limits, tightest
-from ..tensors import gradients
-from ..tensors.rng import RandomState
+from ...core.numbers import amount, listed
+from ...core.view import Limits, tightest
+from ...tensors import gradients
+from ...tensors.rng import RandomState
+from ..outcome import Outcome, Unavailable, failed, passed, skipped, warned
+from ..registry import preflight_check
+from ..sample import Read
+from ..subject import Subject
 from .data import LARGE
-from .outcome import Outcome, Unavailable, failed, passed, skipped, warned
-from .sample import Read
-from .subject import Subject
 
 SMALLER, LARGER = (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6), (10.0, 100.0, 1e3, 1e4)
 """Factors of the learning rate, tried in this order if it is too high or too low, while there is time."""
@@ -108,6 +109,12 @@ def _num_steps(subject: Subject, share: float, at_most: int, at_least: int) -> i
     return max(min(int(share * subject.budget.seconds / each), at_most), at_least)
 
 
+@preflight_check(
+    looks_at="whether the model can overfit one batch",
+    fails="the loss falls by less than 2%",
+    warns="by less than 10%",
+    fix="match inputs and targets, use the model's output in the loss, train the parameters that matter",
+)
 def overfit_batch(subject: Subject) -> Outcome:
     """Whether the model can learn one batch. Uses an optimizer of its own, so that the learning rate does not matter."""
     batch = subject.healthy[:1]
@@ -155,6 +162,12 @@ def _unscaled(subject: Subject) -> str:
 # ---- the learning rate -------------------------------------------------------------------------------------------------
 
 
+@preflight_check(
+    looks_at="the schedule, and short trainings at the learning rate and at smaller and larger ones",
+    fails="it diverges where a smaller one does not, is zero or negative, or the schedule ends before the run",
+    warns="it hardly changes anything where a larger one does",
+    fix="the learning rate that worked: `optimizer.lr=…`",
+)
 def learning_rate(subject: Subject) -> Outcome:
     """Short trainings with the configured optimizer: at its learning rate, and at smaller and larger ones."""
     groups = subject.trainer.optimizer.param_groups

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..core.numbers import amount, listed
-from .data import seen
-from .outcome import Outcome, failed, passed, skipped, warned, worst
-from .scan import Field, Rows
-from .subject import Subject
+from ...core.numbers import amount, listed
+from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..registry import preflight_check
+from ..scan import Field, Rows
+from ..subject import Subject
 
 
+@preflight_check(
+    looks_at="labels against the classes of the output, indices against the embedding, shapes of targets against outputs",
+    fails="one is out of range, there is only one class, or the shapes differ",
+    fix="number classes from 0, give the model more outputs, pass `ignore_index`, or reshape the targets",
+)
 def labels(subject: Subject) -> Outcome:
     calls = subject.loss_calls
     problems = [*_wrong_labels(subject), *_wrong_shapes(subject), *_wrong_indices(subject)]
@@ -23,7 +28,7 @@ def labels(subject: Subject) -> Outcome:
     ]
     if not facts and not problems:
         return skipped("no loss function of torch and no embedding is used")
-    return worst(problems, passed(listed(list(dict.fromkeys(facts))), **seen(subject)))
+    return worst(problems, passed(listed(list(dict.fromkeys(facts))), **subject.seen))
 
 
 def _wrong_labels(subject: Subject) -> Iterator[Outcome]:
@@ -95,6 +100,12 @@ def _wrong_indices(subject: Subject) -> Iterator[Outcome]:
             return
 
 
+@preflight_check(
+    looks_at="an `ignore_index` or `padding_idx` that is also a real class or token",
+    fails="a class is ignored, or the padding stands inside more than a tenth of the sequences",
+    warns="the padding stands inside fewer sequences",
+    fix="give padding a number of its own",
+)
 def padding(subject: Subject) -> Outcome:
     """Whether an ignore_index or padding_idx is also used as a real class or token."""
     problems, in_use = [], []
@@ -135,7 +146,7 @@ def padding(subject: Subject) -> Outcome:
             )
     if not in_use and not problems:
         return skipped("no field holds an ignore_index of the loss or a padding_idx of an embedding")
-    return worst(problems, passed(listed(list(dict.fromkeys(in_use))), **seen(subject)))
+    return worst(problems, passed(listed(list(dict.fromkeys(in_use))), **subject.seen))
 
 
 def _inside(path: str, what: str, value: int, inside: Rows, known: Field) -> Outcome:

@@ -9,22 +9,24 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..checkpoint.state import TrainState
-from ..core.numbers import amount, gibibytes, listed
-from ..data.sources import IterableSource, ListSource, MapSource, StatefulSource
-from ..errors import Interrupted
-from ..tensors.nest import named_tensors
-from .outcome import Outcome, Unavailable, failed, passed, warned
-from .subject import Subject
-
-if TYPE_CHECKING:
-    from ..trainer.trainer import SafeTrainer
+from ...checkpoint.state import TrainState
+from ...core.incident import Incident
+from ...core.numbers import amount, gibibytes, listed
+from ...core.view import StepView
+from ...data.sources import IterableSource, ListSource, MapSource, StatefulSource
+from ...errors import Interrupted
+from ...tensors.nest import named_tensors
+from ...trainer.trainer import SafeTrainer
+from ..outcome import Outcome, Unavailable, failed, passed, warned
+from ..registry import preflight_check
+from ..subject import Subject
 
 TOLERANCE = 1e-4
 """A relative difference up to this may come from the order of additions on a GPU."""
@@ -33,6 +35,12 @@ NUM_STEPS = 4
 """Steps of the run that is interrupted in the middle."""
 
 
+@preflight_check(
+    looks_at="whether the same step gives the same bits again",
+    fails="loss or gradients differ by more than 1e-4",
+    warns="they differ by less, or the data is not the same when it is read again",
+    fix="draw random numbers from torch, NumPy or Python; `loop.deterministic=true`",
+)
 def replay(subject: Subject) -> Outcome:
     """The first batch twice, from the same state: every bit of its loss and gradients must agree."""
     batch = subject.healthy[0].batch
@@ -83,6 +91,11 @@ def _once(subject: Subject, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
 # ---- save and resume ---------------------------------------------------------------------------------------------------
 
 
+@preflight_check(
+    looks_at="whether four steps, saved and resumed halfway, give the same bits as uninterrupted ones",
+    fails="a tensor differs",
+    fix="`register_buffer` for what a module counts or caches; data that repeats its order",
+)
 def resume(subject: Subject) -> Outcome:
     """A few steps uninterrupted, and the same steps saved and resumed halfway: the weights must be bit-identical."""
     size = sum(t.nbytes for t in subject.model.state_dict().values() if isinstance(t, Tensor))
@@ -132,8 +145,6 @@ def _run(subject: Subject, directory: Path, num_steps: int, resumed: bool) -> di
 
 def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     """A trainer with the same parts that writes to another directory and prints nothing."""
-    from ..trainer.trainer import SafeTrainer
-
     trainer = subject.trainer
     config = copy.deepcopy(trainer.config)
     config.loop.max_steps, config.loop.max_epochs, config.loop.max_hours = num_steps, None, None
@@ -143,24 +154,35 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
     config.forensics.enabled, config.recovery.heal, config.recovery.ladder = False, [], ["skip"]
     checkpoint = config.checkpoint
     checkpoint.enabled, checkpoint.async_, checkpoint.save_final, checkpoint.snapshot_every = True, False, False, None
-    scheduler = None if isinstance(trainer.scheduler, ReduceLROnPlateau) else trainer.scheduler
-    config.scheduler = None if scheduler is None else config.scheduler
-    twin = object.__new__(type(trainer))
-    vars(twin).update(vars(trainer), _run=None)
-    SafeTrainer.__init__(
-        twin,
-        trainer.model,
+
+    class Twin(type(trainer)):  # type: ignore[misc]
+        """The user's class without its own constructor, whose arguments are not known; the attributes that it set are taken over."""
+
+        def __init__(self, **parts: Any) -> None:
+            self.__dict__ |= vars(trainer)
+            for hook in ("on_commit", "on_incident"):  # one may have been set on the instance
+                self.__dict__.pop(hook, None)
+            SafeTrainer.__init__(self, **parts)
+
+        def build_scheduler(self, optimizer: Optimizer) -> None:
+            """ReduceLROnPlateau is left out: it is stepped after an evaluation, of which there is none."""
+
+        def on_commit(self, view: StepView) -> None:
+            """The user's may write files or send messages."""
+
+        def on_incident(self, incident: Incident) -> None:
+            """Likewise."""
+
+    return Twin(
+        model=trainer.model,
         loss_fn=trainer.loss_fn,
         optimizer=trainer.optimizer,
         train_data=_data_of(subject.sample.source()),
-        scheduler=scheduler,
+        scheduler=None if isinstance(trainer.scheduler, ReduceLROnPlateau) else trainer.scheduler,
         config=config,
         guards=copy.deepcopy(subject.guards),
         run_dir=directory,
     )
-    # The user's hooks may write files or send messages: they are not called.
-    vars(twin).update(on_commit=lambda view: None, on_incident=lambda incident: None)
-    return twin
 
 
 def _data_of(source: Any) -> Any:

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from ..core.numbers import listed
-from ..data.sources import IterableSource, MapSource, StatefulSource
-from ..lint import lint_paths
-from .outcome import Outcome, passed, skipped, warned
-from .subject import Subject
+from ...core.numbers import listed
+from ...data.sources import IterableSource, MapSource, StatefulSource
+from ...lint import lint_paths
+from ..outcome import Outcome, passed, skipped, warned
+from ..registry import preflight_check
+from ..subject import Subject
 
 
+@preflight_check(
+    looks_at="patterns in your code that may produce NaN later",
+    warns="`safetrain lint` finds one",
+    fix="the safe form of the line named",
+)
 def lint(subject: Subject) -> Outcome:
     files = list(dict.fromkeys(path for thing in _parts(subject) if (path := _own_file(thing)) is not None))
     if not files:
@@ -94,7 +100,7 @@ def _own_file(thing: Any) -> Path | None:
         return None
     path = Path(name).resolve()
     installed = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     if not path.is_file() or any(path.is_relative_to(root) for root in (*installed, package)):
         return None
     return path
