@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -36,6 +37,15 @@ def known_state() -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     assert not any(leaks.values()), "; ".join(what for what, leaked in leaks.items() if leaked)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # the group waits for models that are still wrapped
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

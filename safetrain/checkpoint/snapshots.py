@@ -122,13 +122,10 @@ class SnapshotRing:
             return self._spare.pop()
         if len(self._ring) < self._size:
             return Copy()
-        newest_trusted = self._newest_trusted()
+        newest_trusted = next((s for s in reversed(self._ring) if s.trusted), None)
         oldest = next((s for s in self._ring if s is not newest_trusted), self._ring[0])
         self._ring.remove(oldest)
         return oldest.memory
-
-    def _newest_trusted(self) -> Snapshot | None:
-        return next((s for s in reversed(self._ring) if s.trusted), None)
 
     def committed(self, num_steps: int = 1) -> None:
         """Count `num_steps` more committed steps since the snapshots were taken."""

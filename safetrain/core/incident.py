@@ -139,11 +139,8 @@ class Incident:
             f"INCIDENT at step {self.step}{signal}: {consequence[self.decision.action]}",
             *paragraph("CAUGHT BY", "; ".join(self.decision.reasons) or self.trigger.guard, max_lines=3),
         ]
-        kept = (
-            ""
-            if self.path is None
-            else f"safetrain replay {self.path if run_dir is None else f'{run_dir}/{self.path}'}"
-        )
+        place = self.path if run_dir is None else f"{run_dir}/{self.path}"
+        kept = f"safetrain replay {place}" if self.path is not None else ""
         if self.was_investigated:
             return "\n".join([*lines, *compact(self, kept, is_repeated)])
         label = f"{self.cause.label}: " if self.cause.label != "unknown" else ""

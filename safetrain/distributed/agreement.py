@@ -160,10 +160,6 @@ class RankReports:
         return any(status.out_of_time for status in self.statuses)
 
     @property
-    def rank_of_signal(self) -> int:
-        return next((rank for rank, status in enumerate(self.statuses) if status.signal), 0)
-
-    @property
     def diverged(self) -> list[int]:
         """Ranks whose record of the run so far is not that of rank 0."""
         first = self.statuses[0]

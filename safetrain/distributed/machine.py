@@ -59,10 +59,6 @@ class Machine:
         if self.world_size > 1:
             self.link = Link(self.rank, self.world_size, self.device, rank_timeout_seconds)
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def _pick_device(self, asked: str) -> torch.device:
         if asked == "auto":
             return torch.device(self._accelerator.device)

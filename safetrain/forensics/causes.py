@@ -31,8 +31,8 @@ DIVISIONS = {
     "floor_divide",
     "remainder",
     "fmod",
-    "_weight_norm_interface",
     "addcdiv",
+    "_weight_norm_interface",
 }
 RESTRICTED = {
     "acos", "asin", "acosh", "atanh", "sqrt", "rsqrt", "pow", "lgamma", "digamma", "polygamma", "erfinv",
@@ -150,7 +150,8 @@ def optimizer_numerics(f: Finding) -> str | None:
 def infeasible_target(f: Finding) -> str | None:
     if f.event is not None and "ctc_loss" in f.event.op:
         return "no alignment exists: some target is longer than its input allows, so its loss is infinite"
-    if f.reached_by_intent and not _passes_softmax(f) and (_picks(f) or _is_lattice(f)):
+    passes_softmax = any("softmax" in event.op for event in f.blame.path)
+    if f.reached_by_intent and not passes_softmax and (_picks(f) or _is_lattice(f)):
         return f"{f.name} picks a position whose score is -inf: this target cannot be reached, so its loss is infinite"
     return None
 
@@ -349,10 +350,6 @@ def _of_distribution(f: Finding) -> Frame | None:
 
 def _overflows(f: Finding) -> bool:
     return f.event is not None and f.event.kind_out == INF and f.facts is not None and f.facts.kind_in_fp64 == FINITE
-
-
-def _passes_softmax(f: Finding) -> bool:
-    return any("softmax" in event.op for event in f.blame.path)
 
 
 def _picks(f: Finding) -> bool:

@@ -313,7 +313,8 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
             finding.place = user_place(frames_to_show(shown))
     if leaf.kind == "batch" or (leaf.kind == "outside" and has_arrays(finding.trace.batch)):
         finding.phase, finding.module, finding.op = "data", DATA, "data"
-        finding.name = "input" if _enters_model(finding.blame.path) else "target"
+        enters_model = any(frame.module is not None for event in finding.blame.path for frame in event.frames)
+        finding.name = "input" if enters_model else "target"
         return finding
     finding.phase = "params"
     finding.op = leaf.kind if leaf.kind != "outside" else "tensor"
@@ -324,10 +325,6 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
         finding.module = owner
         finding.module_type = _type_of(replayer.model, owner)
     return finding
-
-
-def _enters_model(path: Sequence[Event]) -> bool:
-    return any(frame.module is not None for event in path for frame in event.frames)
 
 
 def _type_of(model: nn.Module, path: str) -> str | None:

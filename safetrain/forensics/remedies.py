@@ -68,6 +68,17 @@ class Trials:
             finite = self._has_gradients() and update_is_finite(self.replayer)
         return Remedy(name, finite, result.loss_value, detail)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose update went wrong; None if that is not where it began."""
+        return self.replayer.step.optimizer if self.finding.phase == "optimizer" else None
+
+    def update(self, name: str, detail: str, change: AbstractContextManager[Any]) -> Remedy:
+        """The step as it was, and its update with this change."""
+        result = self.replayer.plain()
+        finite = result.finite and update_is_finite(self.replayer, [change])
+        return Remedy(name, finite, result.loss_value, detail)
+
     def _has_gradients(self) -> bool:
         """A replay in another precision leaves none, and an update without gradients shows nothing."""
         optimizer = self.replayer.step.optimizer
@@ -136,12 +147,8 @@ def safe_op(trials: Trials) -> Iterator[Remedy]:
         variant = SafeVariant(finding.place, names)
         where = f"{finding.place.file.rpartition('/')[2]}:{finding.place.line}"
         detail = f"with {name if names else 'the ops'} at {where} replaced by the safe variant"
-        if finding.phase == "optimizer":
-            result = trials.replayer.plain()
-            finite = result.finite and update_is_finite(trials.replayer, [variant])
-            remedy = Remedy("safe_op", finite, result.loss_value, detail)
-        else:
-            remedy = trials.replay("safe_op", detail, variant)
+        attempt = trials.update if finding.phase == "optimizer" else trials.replay
+        remedy = attempt("safe_op", detail, variant)
         if variant.num_hits:
             yield remedy
             if remedy.finite:
@@ -163,46 +170,37 @@ def finite_backward(trials: Trials) -> Iterator[Remedy]:
 
 
 def larger_eps(trials: Trials) -> Iterator[Remedy]:
-    optimizer = trials.replayer.step.optimizer
-    if trials.finding.phase != "optimizer" or optimizer is None or "eps" not in optimizer.param_groups[0]:
+    optimizer = trials.optimizer
+    if optimizer is None or "eps" not in optimizer.param_groups[0]:
         return
-    result = trials.replayer.plain()
     for eps in (1e-4, 1e-3):
-        finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "eps", eps)])
-        yield Remedy("optimizer_eps", finite, result.loss_value, f"with eps={eps} in the optimizer")
-        if finite:
+        remedy = trials.update(
+            "optimizer_eps", f"with eps={eps} in the optimizer", _group_option(optimizer, "eps", eps)
+        )
+        yield remedy
+        if remedy.finite:
             return
 
 
 def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
-    optimizer = trials.replayer.step.optimizer
-    if trials.finding.phase != "optimizer" or optimizer is None or not trials.finding.notes:
-        return
-    result = trials.replayer.plain()
-    lr = float(optimizer.defaults.get("lr", 1e-3))
-    finite = result.finite and update_is_finite(trials.replayer, [_group_option(optimizer, "lr", lr)])
-    yield Remedy(
-        "learning_rate", finite, result.loss_value, f"with the learning rate {lr:g} that the optimizer began with"
-    )
+    optimizer = trials.optimizer
+    if optimizer is not None and trials.finding.notes:
+        lr = float(optimizer.defaults.get("lr", 1e-3))
+        detail = f"with the learning rate {lr:g} that the optimizer began with"
+        yield trials.update("learning_rate", detail, _group_option(optimizer, "lr", lr))
 
 
 def clipped_gradient(trials: Trials) -> Iterator[Remedy]:
     """For a gradient that is finite and too large for the optimizer's arithmetic: its square overflows, say."""
-    optimizer = trials.replayer.step.optimizer
-    if trials.finding.phase != "optimizer" or optimizer is None or trials.has_success:
-        return
-    result = trials.replayer.plain()
-    finite = result.finite and update_is_finite(trials.replayer, [_gradient_of_norm_1(optimizer)])
-    yield Remedy("clip", finite, result.loss_value, "with the gradient clipped to a norm of 1")
+    optimizer = trials.optimizer
+    if optimizer is not None and not trials.has_success:
+        yield trials.update("clip", "with the gradient clipped to a norm of 1", _gradient_of_norm_1(optimizer))
 
 
 def fresh_optimizer_state(trials: Trials) -> Iterator[Remedy]:
-    optimizer = trials.replayer.step.optimizer
-    if trials.finding.phase != "optimizer" or not optimizer or not optimizer.state or trials.has_success:
-        return
-    result = trials.replayer.plain()
-    finite = result.finite and update_is_finite(trials.replayer, [_without_state(optimizer)])
-    yield Remedy("optimizer_reset", finite, result.loss_value, "with the optimizer's state begun anew")
+    optimizer = trials.optimizer
+    if optimizer is not None and optimizer.state and not trials.has_success:
+        yield trials.update("optimizer_reset", "with the optimizer's state begun anew", _without_state(optimizer))
 
 
 def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:

@@ -46,14 +46,43 @@ def _away_from_zero(tensor: Tensor) -> Tensor:
     return torch.where(tensor.abs() < eps, torch.full_like(tensor, eps), tensor)
 
 
-@substitute("log", "log2", "log10", "sqrt", "rsqrt", "poisson_nll_loss", "lgamma", "digamma")
-def positive_argument(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(_floored(x), *args, **kwargs)
+def _without_minus_inf(scores: Tensor) -> Tensor:
+    """-inf becomes a large negative number: masked positions still get nothing, and a fully masked row is uniform."""
+    lowest = -1e4 if scores.dtype == torch.float16 else -1e9
+    return torch.where(scores == -math.inf, torch.full_like(scores, lowest), scores)
 
 
-@substitute("log1p")
-def argument_above_minus_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(x.clamp_min(-1 + _eps(x)), *args, **kwargs)
+def _with_separated_spectrum(x: Tensor) -> Tensor:
+    """A graded ridge: small, and different on each entry of the diagonal, so that no two eigenvalues stay equal."""
+    n = min(x.shape[-2:])
+    scale = x.detach().abs().max().clamp_min(1.0) * 1e-2
+    ridge = torch.zeros_like(x)
+    ridge.diagonal(dim1=-2, dim2=-1).copy_(scale * torch.linspace(1, 5, n, dtype=x.dtype, device=x.device))
+    return x + ridge
+
+
+_FIRST_ARGUMENT: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    ("log log2 log10 sqrt rsqrt poisson_nll_loss lgamma digamma", _floored),
+    ("log1p", lambda x: x.clamp_min(-1 + _eps(x))),
+    ("reciprocal", _away_from_zero),
+    ("exp exp2 expm1 sinh cosh", lambda x: x.clamp(max=10.0 if x.dtype == torch.float16 else 30.0)),
+    ("acos asin arccos arcsin atanh arctanh erfinv", lambda x: x.clamp(-1 + _eps(x), 1 - _eps(x))),
+    ("acosh arccosh", lambda x: x.clamp_min(1 + _eps(x))),
+    ("logit binary_cross_entropy", lambda x: torch.nan_to_num(x).clamp(_eps(x), 1 - _eps(x))),
+    ("softmax log_softmax logsumexp softmin", _without_minus_inf),
+    ("norm vector_norm cdist dist hypot normalize pairwise_distance cosine_similarity", lambda x: x + _eps(x)),
+    ("svd linalg_svd eigh linalg_eigh cholesky linalg_cholesky", _with_separated_spectrum),
+    ("inv linalg_inv solve linalg_solve", _with_separated_spectrum),
+]
+"""Functions that are safe once their first argument is changed."""
+
+
+def _of_changed(change: Callable[[Tensor], Tensor]) -> Substitute:
+    return lambda func, x, *args, **kwargs: func(change(x), *args, **kwargs)
+
+
+for _names, _change in _FIRST_ARGUMENT:
+    substitute(*_names.split())(_of_changed(_change))
 
 
 @substitute("xlogy")
@@ -70,11 +99,6 @@ def nonzero_divisor(func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any
     return func(x, _away_from_zero(y if y.is_floating_point() else y.float()), *args, **kwargs)
 
 
-@substitute("reciprocal")
-def nonzero_argument(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(_away_from_zero(x), *args, **kwargs)
-
-
 @substitute("pow", "float_power")
 def positive_base(func: Any, x: Any, exponent: Any, *args: Any, **kwargs: Any) -> Any:
     if func.__name__ == "__rpow__" or not isinstance(x, Tensor):
@@ -82,33 +106,6 @@ def positive_base(func: Any, x: Any, exponent: Any, *args: Any, **kwargs: Any) -
     safe = torch.nan_to_num(x)
     whole = isinstance(exponent, (int, float)) and float(exponent).is_integer() and exponent > 0
     return func(safe.clamp(-1e9, 1e9) if whole else _floored(safe), exponent, *args, **kwargs)
-
-
-@substitute("exp", "exp2", "expm1", "sinh", "cosh")
-def bounded_exponent(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(x.clamp(max=10.0 if x.dtype == torch.float16 else 30.0), *args, **kwargs)
-
-
-@substitute("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv")
-def inside_unit_interval(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(x.clamp(-1 + _eps(x), 1 - _eps(x)), *args, **kwargs)
-
-
-@substitute("acosh", "arccosh")
-def above_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(x.clamp_min(1 + _eps(x)), *args, **kwargs)
-
-
-@substitute("logit", "binary_cross_entropy")
-def inside_zero_one(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(torch.nan_to_num(x).clamp(_eps(x), 1 - _eps(x)), *args, **kwargs)
-
-
-@substitute("softmax", "log_softmax", "logsumexp", "softmin")
-def finite_scores(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """-inf becomes a large negative number: masked positions still get nothing, and a fully masked row is uniform."""
-    lowest = -1e4 if x.dtype == torch.float16 else -1e9
-    return func(torch.where(x == -math.inf, torch.full_like(x, lowest), x), *args, **kwargs)
 
 
 @substitute("std", "var")
@@ -125,15 +122,9 @@ def mean_of_something(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.nan_to_num(func(torch.nan_to_num(x) if func.__name__ == "nanmean" else x, *args, **kwargs))
 
 
-@substitute("norm", "vector_norm", "cdist", "dist", "hypot", "normalize", "pairwise_distance", "cosine_similarity")
-def away_from_origin(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(x + _eps(x), *args, **kwargs)
-
-
 @substitute("cross_entropy", "nll_loss")
 def counted_targets(func: Any, scores: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    lowest = -1e4 if scores.dtype == torch.float16 else -1e9
-    scores = torch.where(scores == -math.inf, torch.full_like(scores, lowest), scores)
+    scores = _without_minus_inf(scores)
     if not target.is_floating_point() and kwargs.get("reduction", "mean") == "mean":
         total = func(scores, target, *args, **{**kwargs, "reduction": "sum"})
         return total / (target != kwargs.get("ignore_index", -100)).sum().clamp_min(1)
@@ -147,32 +138,9 @@ def without_infinity(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @substitute("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
 def larger_eps(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return (
-        func(*args[:-1], max(args[-1], 1e-5))
-        if args and isinstance(args[-1], float) and not kwargs
-        else func(*args, **{**kwargs, "eps": 1e-5})
-    )
-
-
-@substitute(
-    "svd",
-    "eigh",
-    "linalg_svd",
-    "linalg_eigh",
-    "cholesky",
-    "linalg_cholesky",
-    "inv",
-    "linalg_inv",
-    "solve",
-    "linalg_solve",
-)
-def separated_spectrum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """A graded ridge: small, and different on each entry of the diagonal, so that no two eigenvalues stay equal."""
-    n = min(x.shape[-2:])
-    scale = x.detach().abs().max().clamp_min(1.0) * 1e-2
-    ridge = torch.zeros_like(x)
-    ridge.diagonal(dim1=-2, dim2=-1).copy_(scale * torch.linspace(1, 5, n, dtype=x.dtype, device=x.device))
-    return func(x + ridge, *args, **kwargs)
+    if args and isinstance(args[-1], float) and not kwargs:
+        return func(*args[:-1], max(args[-1], 1e-5))
+    return func(*args, **{**kwargs, "eps": 1e-5})
 
 
 @substitute("gather", "take_along_dim", "index_select", "getitem")

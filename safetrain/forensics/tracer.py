@@ -28,16 +28,7 @@ from ..tensors.nest import tensors_in
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
-from .schemas import (
-    LITERALS,
-    SELECTING,
-    UNINITIALISED,
-    Schema,
-    base_name,
-    literal_numbers,
-    named_operands,
-    schema_of,
-)
+from .schemas import LITERALS, SELECTING, UNINITIALISED, Schema, base_name, literal_numbers, named_operands, schema_of
 from .storages import EVERYTHING, Region, Storages
 from .values import FINITE, INF, is_mask, kind_of, kind_of_number
 

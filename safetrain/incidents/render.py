@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,11 +200,8 @@ def _why(incident: Incident) -> str:
 
 
 def _samples(incident: Incident) -> list[str]:
-    return (
-        paragraph("SAMPLES", f"{listed(incident.samples, NUM_SAMPLES)} of the batch, counted from 0")
-        if incident.samples
-        else []
-    )
+    named = f"{listed(incident.samples, NUM_SAMPLES)} of the batch, counted from 0"
+    return paragraph("SAMPLES", named) if incident.samples else []
 
 
 def _fix(incident: Incident) -> str:
@@ -243,7 +239,7 @@ def markdown(incident: Incident) -> str:
         f"# Step {incident.step}: {_title(incident)}",
         f"Caught by {_code(trigger.guard)}{signal} at {incident.time}. "
         f"Decision: **{incident.decision.action}**, because",
-        _bullets(incident.decision.reasons),
+        "\n".join(f"- {_prose(reason)}" for reason in incident.decision.reasons),
         "## First bad operation",
         f"{_prose(headline(incident))}." if incident.was_investigated else "",
         _listing(source_lines(incident, context=4)),
@@ -303,10 +299,6 @@ def _listing(lines: list[str]) -> str:
 
 def _longest_run(text: str) -> int:
     return max((len(run) for run in re.findall("`+", text)), default=0)
-
-
-def _bullets(items: Iterable[str]) -> str:
-    return "\n".join(f"- {_prose(item)}" for item in items)
 
 
 _COLUMNS = ("name", "shape", "dtype", "min", "max", "zeros", "negatives", "nan", "inf", "neg_inf")

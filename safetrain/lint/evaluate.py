@@ -75,11 +75,8 @@ class Evaluator(Calls):
         if node.attr in ("shape", "ndim", "itemsize"):
             return Value("size", node=node, host=True, grad=False, low=0.0)
         made = named_value(dotted or node.attr, node)
-        return made.but(
-            names=made.names | base.names,
-            host=base.host,
-            grad=made.grad and (base.grad or base.op in ("name", "unknown")),
-        )
+        grad = made.grad and (base.grad or base.op in ("name", "unknown"))
+        return made.but(names=made.names | base.names, host=base.host, grad=grad)
 
     # --- operators ----------------------------------------------------------------------------------------------
 
@@ -146,16 +143,10 @@ class Evaluator(Calls):
         selected = base.but(node=node, names=base.names | index.names)
         if index.is_mask:
             made = Value(
-                "boolean_index",
-                (base, index),
-                node=node,
-                low=base.low,
-                high=base.high,
-                dtype=base.dtype,
-                names=selected.names,
+                "boolean_index", (base, index), node=node, names=selected.names, grad=base.grad, host=base.host
             )
             surface = base.spelling | index.spelling
-            made = made.but(surface=surface, grad=base.grad, sanitised=True, host=base.host)
+            made = made.but(low=base.low, high=base.high, dtype=base.dtype, surface=surface, sanitised=True)
             self.check(made, self.context)
             return made
         return selected
@@ -189,15 +180,9 @@ class Evaluator(Calls):
 
     def _sequence(self, node: ast.Tuple | ast.List) -> Value:
         parts = tuple(self.value(part) for part in node.elts)
-        names = frozenset[str]().union(*(part.names for part in parts)) if parts else frozenset[str]()
-        return Value(
-            "sequence",
-            parts,
-            node=node,
-            names=names,
-            host=True,
-            dtype="bool" if any(p.dtype == "bool" for p in parts) else "",
-        )
+        names = frozenset[str]().union(*(part.names for part in parts))
+        dtype = "bool" if any(part.dtype == "bool" for part in parts) else ""
+        return Value("sequence", parts, node=node, names=names, host=True, dtype=dtype)
 
     # --- assignment ---------------------------------------------------------------------------------------------
 
@@ -213,11 +198,8 @@ class Evaluator(Calls):
         elif dotted := dotted_name(target):
             known = named_value(dotted)
             if value.op in ("unknown", "call", "name", "join") and known.op in ("eps", "mask") and not value.host:
-                value = value.but(
-                    op=known.op if value.op != "join" else "join",
-                    low=max(value.low, known.low),
-                    causal=known.causal or value.causal,
-                )
+                op = known.op if value.op != "join" else "join"
+                value = value.but(op=op, low=max(value.low, known.low), causal=known.causal or value.causal)
             self.scope.names[dotted] = value
 
     @staticmethod
@@ -237,14 +219,8 @@ class Evaluator(Calls):
         minus_inf = value.low == value.high == -inf
         if index.is_mask:  # the same as masked_fill, with the same problem
             self.check(Value("masked_fill", (before, index, value), node=target), self.context)
-        after = before.but(
-            zero="",
-            sanitised=True,
-            low=-inf,
-            high=inf,
-            masked=before.masked or (minus_inf and index.is_mask and not index.causal),
-        )
-        self.scope.names[owner] = after
+        masked = before.masked or (minus_inf and index.is_mask and not index.causal)
+        self.scope.names[owner] = before.but(zero="", sanitised=True, low=-inf, high=inf, masked=masked)
 
 
 def element_of(iterable: Value) -> Value:

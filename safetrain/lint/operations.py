@@ -68,12 +68,8 @@ def singular_operand(value: Value) -> Value | None:
     elif value.op == "pow" and len(value.args) == 2 and not value.args[0].host:
         exponent = value.args[1].constant
         operand = value.args[0]
-        bad = (
-            exponent is not None
-            and (exponent < 0 or not float(exponent).is_integer())
-            and operand.low <= 0
-            and exponent < 1
-        )
+        is_singular_at_0 = exponent is not None and (exponent < 0 or 0 < exponent < 1)
+        bad = is_singular_at_0 and operand.low <= 0
     else:
         return None
     return operand if bad and not operand.sanitised and not operand.host else None
@@ -115,24 +111,12 @@ def _sub(value: Value) -> Facts:
 
 def _mul(value: Value) -> Facts:
     a, b = value.args
-    if a.names and a.names == b.names and a.op == b.op and _same_name(a, b):
-        return {"op": "square", "low": 0.0, "zero": a.zero, "sanitised": a.sanitised}
+    if a.names and a.names == b.names and a.op == b.op and isinstance(a.node, ast.expr) and b.node is not None:
+        if ast.dump(a.node) == ast.dump(b.node):
+            return {"op": "square", "low": 0.0, "zero": a.zero, "sanitised": a.sanitised}
     corners = [_times(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    return {
-        "low": min(corners),
-        "high": max(corners),
-        "zero": a.zero or b.zero,
-        "sanitised": a.sanitised or b.sanitised,
-    }
-
-
-def _same_name(a: Value, b: Value) -> bool:
-    return (
-        a.node is not None
-        and b.node is not None
-        and isinstance(a.node, ast.expr)
-        and ast.dump(a.node) == ast.dump(b.node)
-    )
+    zero, sanitised = a.zero or b.zero, a.sanitised or b.sanitised
+    return {"low": min(corners), "high": max(corners), "zero": zero, "sanitised": sanitised}
 
 
 def _div(value: Value) -> Facts:
@@ -141,10 +125,8 @@ def _div(value: Value) -> Facts:
     if b.low >= 0:
         facts |= {"low": 0.0 if a.low >= 0 else -inf, "high": 0.0 if a.high <= 0 else inf}
         if b.constant:
-            facts |= {
-                "low": min(a.low / b.constant, a.high / b.constant),
-                "high": max(a.low / b.constant, a.high / b.constant),
-            }
+            low, high = sorted((a.low / b.constant, a.high / b.constant))
+            facts |= {"low": low, "high": high}
     elif a.low >= 0 and b.low >= 0:
         facts["low"] = 0.0
     return facts
@@ -183,20 +165,14 @@ def _abs(value: Value) -> Facts:
 
 def _exp(value: Value) -> Facts:
     a = value.args[0]
-    return {
-        "low": math.exp(min(a.low, 300.0)) if a.low > -700 else 0.0,
-        "high": math.exp(a.high) if a.high < 300 else inf,
-    }
+    low = math.exp(min(a.low, 300.0)) if a.low > -700 else 0.0
+    return {"low": low, "high": math.exp(a.high) if a.high < 300 else inf}
 
 
 def _sqrt(value: Value) -> Facts:
     a = value.args[0]
-    return {
-        "low": math.sqrt(max(a.low, 0.0)),
-        "high": math.sqrt(a.high) if a.high >= 0 else inf,
-        "zero": a.zero,
-        "sanitised": a.sanitised,
-    }
+    low, high = math.sqrt(max(a.low, 0.0)), math.sqrt(a.high) if a.high >= 0 else inf
+    return {"low": low, "high": high, "zero": a.zero, "sanitised": a.sanitised}
 
 
 def _log(value: Value) -> Facts:
@@ -218,13 +194,9 @@ def _relu(value: Value) -> Facts:
 def _clamp(value: Value) -> Facts:
     source = value.args[0]
     lowest = value.arg(1, "min", "min_val") if value.op != "clamp_max" else None
-    highest = (
-        value.arg(2, "max", "max_val")
-        if value.op == "clamp"
-        else value.arg(1, "max")
-        if value.op == "clamp_max"
-        else None
-    )
+    highest = value.arg(2, "max", "max_val") if value.op == "clamp" else None
+    if value.op == "clamp_max":
+        highest = value.arg(1, "max")
     low = max(source.low, lowest.low) if lowest is not None else source.low
     high = min(source.high, highest.high) if highest is not None else source.high
     unknown = any(limit is not None and limit.constant is None for limit in (lowest, highest))

@@ -51,10 +51,8 @@ class Walker(Evaluator):
         outside_scope, outside, outside_blocks = self.scope, self.context, self.blocks
         outside_events = self.events, self.called
         self.events, self.called, self.blocks = [], set(), ()
-        self.scope, self.context = (
-            Scope(scope, _parameters(node, self)),
-            replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients),
-        )
+        self.scope = Scope(scope, _parameters(node, self))
+        self.context = replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients)
         for decorator in node.decorator_list:
             self._enter(self.value(decorator))
         self.body(node.body)

@@ -37,13 +37,7 @@ def lanes_of(run: RunHistory, letter: str = "", colour: str = "") -> list[Lane]:
         Lane("overflows", svg.COLOURS["muted"], run.overflows, "x"),
         Lane("rollbacks", svg.COLOURS["bad"], _marks(step for step, _ in ranges), "<", ranges[:MAX_ARROWS]),
         Lane("resumed", svg.COLOURS["first"], _marks(step for step, _ in run.resumes), ">"),
-        Lane(
-            "checkpoints",
-            svg.COLOURS["good"],
-            _marks(checkpoint.step for checkpoint in run.checkpoints),
-            "s",
-            hollow=run.saved,
-        ),
+        Lane("checkpoints", svg.COLOURS["good"], _marks(each.step for each in run.checkpoints), "s", hollow=run.saved),
     ]
     filled = [lane for lane in lanes if lane.marks or lane.hollow]
     return [replace(lane, colour=colour, title=f"{letter} {lane.title}") for lane in filled] if letter else filled
@@ -67,15 +61,8 @@ def draw_lanes(axis: Axes, lanes: Sequence[Lane], per_pixel: float) -> None:
             axis.plot([end, start], [index, index], color=lane.colour, linewidth=3, alpha=0.45)
         steps = [span.first for span in lane.hollow.spans(6 * per_pixel)] if lane.hollow else []
         if steps:
-            axis.scatter(
-                steps,
-                [index] * len(steps),
-                s=30,
-                marker=lane.marker,
-                facecolor=svg.PANEL,
-                edgecolor=lane.colour,
-                zorder=3,
-            )
+            row, fill = [index] * len(steps), svg.PANEL
+            axis.scatter(steps, row, s=30, marker=lane.marker, facecolor=fill, edgecolor=lane.colour, zorder=3)
         spans = lane.marks.spans(4 * per_pixel)
         for span in spans:
             if span.last > span.first:

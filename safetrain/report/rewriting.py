@@ -75,12 +75,8 @@ def _safe_form(node: ast.AST, operation: str, text: str) -> str:
         return ""
     sources = [_source(operand, text) for operand in operands]
     if len(operands) == 1 and operation in _CALLS:
-        inside = (
-            sources[0]
-            if "1 + " not in _CALLS[operation] or isinstance(operands[0], (ast.Name, ast.Call))
-            else f"({sources[0]})"
-        )
-        return _CALLS[operation].format(inside)
+        needs_brackets = "1 + " in _CALLS[operation] and not isinstance(operands[0], (ast.Name, ast.Call))
+        return _CALLS[operation].format(f"({sources[0]})" if needs_brackets else sources[0])
     return _METHODS_OF_TWO[operation].format(*sources) if len(operands) == 2 and operation in _METHODS_OF_TWO else ""
 
 

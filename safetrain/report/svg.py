@@ -20,6 +20,7 @@ COLOURS = {name: f"#{index:02x}{index:02x}{index:02x}" for index, name in enumer
 INK, MUTED, LINE, PANEL = (COLOURS[name] for name in ("ink", "muted", "line", "panel"))
 _VARIABLE = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 _COLOUR = re.compile("|".join(_VARIABLE))
+_BOLD = "font-weight: bold; "
 _FONT = re.compile(r"font: ([\w ]*?)([\d.]+)px [^;\"]*")
 _NOISE = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", re.DOTALL
@@ -84,17 +85,9 @@ def render(drawn: Figure, name: str, title: str) -> str:
     text = _NOISE.sub("", out.getvalue()).strip()
     text = text.replace(' target="_blank"', "")  # links point to the same page
     text = _COLOUR.sub(lambda found: _VARIABLE[found[0]], text)
-    text = _FONT.sub(lambda found: f"{_weight(found[1])}font-size: {found[2]}px", text)
+    text = _FONT.sub(lambda found: f"{_BOLD if 'bold' in found[1] else ''}font-size: {found[2]}px", text)
     text = re.sub(r'\b(id="|url\(#|href="#)(?!incident)', rf"\g<1>{name}-", text)
-    text = re.sub(
-        r'(<svg\b[^>]*?) width="[^"]*"',
-        lambda found: f'{found[1]} role="img" aria-label="{escape(title)}"',
-        text,
-        count=1,
-    )
+    labelled = f'role="img" aria-label="{escape(title)}"'
+    text = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', lambda found: f"{found[1]} {labelled}", text, count=1)
     text = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return re.sub(r"\s*\n\s*", "\n", text)
-
-
-def _weight(words: str) -> str:
-    return "font-weight: bold; " if "bold" in words else ""

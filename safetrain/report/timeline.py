@@ -61,11 +61,10 @@ SIGNALS = (
 def timeline(runs: Sequence[RunHistory], size: Size, name: str) -> str:
     """One run, or two in the same axes, as an SVG element."""
     colours = [svg.COLOURS[colour] for colour in ("first", "second")]
-    lanes = (
-        lanes_of(runs[0])
-        if len(runs) == 1
-        else [*lanes_of(runs[0], "A", colours[0]), *lanes_of(runs[1], "B", colours[1])]
-    )
+    letters = [("", "")] if len(runs) == 1 else list(zip("AB", colours, strict=True))
+    lanes = [
+        lane for run, (letter, colour) in zip(runs, letters, strict=True) for lane in lanes_of(run, letter, colour)
+    ]
     heights = [*size.panels, max(len(lanes), 1) * size.lane]
     top = TOP + (ROOM if len(runs) == 1 and runs[0].incidents else 0)
     total = top + sum(heights) + GAP * 3 + BOTTOM
@@ -109,22 +108,15 @@ def _draw_signal(
         if signal.committed == "loss":
             curves.append(_evaluations(axis, run, colour))
     refused = [getattr(run, signal.refused) for run in runs] if signal.refused else []
-    top = _set_scale(
-        axis,
-        np.concatenate(curves),
-        [series.points(size.num_bins)[1] for series in refused],
-        signal.is_log or len(runs) > 1,
-    )
+    refused_values = [series.points(size.num_bins)[1] for series in refused]
+    top = _set_scale(axis, np.concatenate(curves), refused_values, signal.is_log or len(runs) > 1)
     for series, colour in zip(refused, colours if len(runs) > 1 else [WARN], strict=False):
         _refused(axis, series, size, top, colour, is_labelled=len(runs) == 1)
     labels = []
     for index, run in enumerate(runs):
         every = [getattr(run, signal.committed), *refused[index : index + 1]]
         colour = colours[index] if len(runs) > 1 else BAD
-        words = [
-            _non_finite(axis, every, "nan", index, last / size.width, colour),
-            _non_finite(axis, every, "inf", index, last / size.width, colour),
-        ]
+        words = [_non_finite(axis, every, kind, index, last / size.width, colour) for kind in ("nan", "inf")]
         labels += [f"{'AB'[index]}: {word}" if len(runs) > 1 else word for word in words if word]
     if labels:
         axis.set_title("   ".join(labels), loc="right", fontsize=12, color=BAD, pad=7, fontweight="bold")
@@ -184,15 +176,8 @@ def _non_finite(axis: Axes, series: Sequence[Series], kind: str, index: int, per
     edge = axis.get_xaxis_transform()
     for span in spans:
         if span.last - span.first > 6 * per_pixel:
-            axis.plot(
-                [span.first, span.last],
-                [height] * 2,
-                transform=edge,
-                color=colour,
-                linewidth=4,
-                solid_capstyle="round",
-                zorder=6,
-            )
+            ends = [span.first, span.last]
+            axis.plot(ends, [height] * 2, transform=edge, color=colour, linewidth=4, solid_capstyle="round", zorder=6)
     starts = [span.first for span in spans]
     axis.scatter(
         starts, [height] * len(spans), transform=edge, marker=marker, s=46, color=colour, linewidths=0, zorder=7

@@ -87,11 +87,12 @@ class Figure:
 
 def figures(run: RunHistory) -> list[Figure]:
     best = _best(run)
-    skipped = run.num_skipped
+    skipped, overflows = run.num_skipped, run.outcomes["overflow"]
+    by_scaler = f"{overflows:,} by the fp16 scaler" if overflows else ""
     shown = [
         Figure("steps committed", f"{run.num_committed:,}", f"of {run.num_attempted:,} attempted"),
         Figure("incidents", f"{run.incidents.count:,}", _by_action(run), "bad" if run.incidents else "good"),
-        Figure("skipped", f"{skipped:,}", _overflow_hint(run), "warn" if skipped > run.outcomes["overflow"] else ""),
+        Figure("skipped", f"{skipped:,}", by_scaler, "warn" if skipped > overflows else ""),
         Figure("rollbacks", f"{run.num_rollbacks:,}", "", "bad" if run.num_rollbacks else ""),
         Figure(
             "final loss", typographic(as_number(run.end.get("final_loss", run.loss.last))), "of the last committed step"
@@ -111,10 +112,6 @@ def figures(run: RunHistory) -> list[Figure]:
 def _by_action(run: RunHistory) -> str:
     words = {"commit": "repaired", "skip": "skipped", "rollback": "rolled back", "stop": "fatal"}
     return ", ".join(f"{count:,} {words.get(action, action)}" for action, count in run.incidents.actions.most_common())
-
-
-def _overflow_hint(run: RunHistory) -> str:
-    return f"{run.outcomes['overflow']:,} by the fp16 scaler" if run.outcomes["overflow"] else ""
 
 
 def _best(run: RunHistory) -> Figure | None:

@@ -28,11 +28,6 @@ BAD_STEP = 3
 NAMES = [each.name for each in table.FEATURES]
 
 
-class Trainer(SafeTrainer):
-    def training_step(self, model, batch):
-        return mse(model, batch)
-
-
 def train(path, *missing):
     """A run with one step that cannot be repaired: what became of it, and its incident."""
     torch.manual_seed(0)
@@ -45,7 +40,7 @@ def train(path, *missing):
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with feature.without(*missing):
-        trainer = Trainer(model, optimizer=optimizer, train_data=batches, config=config, run_dir=path)
+        trainer = SafeTrainer(model, loss_fn=mse, optimizer=optimizer, train_data=batches, config=config, run_dir=path)
         result = trainer.fit()
     (incident,) = result.incidents
     return deep_state(trainer), [str(loss) for loss in result.losses], incident
@@ -314,9 +309,9 @@ def test_no_feature_is_forgotten():
     assert [name for name in NAMES if f'"{name}"' not in text] == []
 
 
-def test_without_skipping_on_the_device_a_run_that_defers_its_reads_does_not_start(tmp_path):
+def test_without_skipping_on_the_device_a_run_that_defers_its_reads_does_not_start(make_trainer):
     model = make_model()
-    config = {"loop": {"device": "cpu", "host_read_every": 4}, "logging": {"console": "off", "tensorboard": False}}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {"loop": {"device": "cpu", "host_read_every": 4}}
     with feature.without("skip_on_device"), pytest.raises(UsageError, match="found_inf"):
-        Trainer(model, optimizer=optimizer, train_data=make_batches(2), config=config, run_dir=tmp_path / "run").fit()
+        make_trainer(model, optimizer=optimizer, train_data=make_batches(2), config=config).fit()

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import assert_same, make_batches, make_model, mse
+from small import assert_same, make_batches
 from torch import nn
 
 from safetrain import CheckpointError, SafeTrainer, TrainingStopped
@@ -33,6 +33,14 @@ def make_state(**tensors):
 
 def write(store, step, **tensors):
     return store.write(make_state(**tensors), {"step": step, **ABOUT})
+
+
+def forge(path, change):
+    """A manifest that somebody has changed and sealed again."""
+    body = json.loads((path / "manifest.json").read_text())
+    del body["checksum"]
+    change(body)
+    (path / "manifest.json").write_text(_sealed(body))
 
 
 def test_every_type_of_tensor_comes_back_bit_for_bit(store):
@@ -96,10 +104,7 @@ def test_bit_flips_truncations_and_missing_files_fall_back_to_the_previous_check
 
 
 def test_a_checkpoint_of_another_schema_is_an_error(store):
-    path = write(store, 1)
-    body = json.loads((path / "manifest.json").read_text())
-    del body["checksum"]
-    (path / "manifest.json").write_text(_sealed({**body, "schema": 7}))
+    forge(write(store, 1), lambda body: body.update(schema=7))
     with pytest.raises(CheckpointError, match="its format has the version 7"):
         store.load_newest()
 
@@ -116,11 +121,8 @@ class Malicious:
 def test_a_malicious_checkpoint_runs_no_code(store, tmp_path, writer):
     path = write(store, 1)
     writer({"tensors": {}, "x": Malicious(str(tmp_path / "owned"))}, path / "state.pt")
-    body = json.loads((path / "manifest.json").read_text())
-    del body["checksum"]
-    size = (path / "state.pt").stat().st_size
-    body["files"]["state.pt"] = {"bytes": size, "xxh3_128": checksum(path / "state.pt")}
-    (path / "manifest.json").write_text(_sealed(body))
+    written = {"bytes": (path / "state.pt").stat().st_size, "xxh3_128": checksum(path / "state.pt")}
+    forge(path, lambda body: body["files"].update({"state.pt": written}))
     with pytest.raises(Damaged, match="cannot be loaded"):
         store.load(path)
     with pytest.raises(CheckpointError):
@@ -130,10 +132,7 @@ def test_a_malicious_checkpoint_runs_no_code(store, tmp_path, writer):
 
 def test_a_manifest_cannot_point_outside(store):
     path = write(store, 1)
-    body = json.loads((path / "manifest.json").read_text())
-    del body["checksum"]
-    body["files"]["../x"] = body["files"]["state.pt"]
-    (path / "manifest.json").write_text(_sealed(body))
+    forge(path, lambda body: body["files"].update({"../x": body["files"]["state.pt"]}))
     with pytest.raises(Damaged, match="outside its directory"):
         store.load(path)
 
@@ -152,22 +151,22 @@ def test_nothing_is_removed_when_the_newest_is_damaged(store):
     assert store.paths() == paths
 
 
-def train(tmp_path, cls=SafeTrainer, data=None, **config):
-    config = {"logging": {"console": "off", "tensorboard": False}, **config}
-    trainer = cls(
-        make_model(), loss_fn=mse, train_data=data or make_batches(12), eval_data=make_batches(2), config=config,
-        run_dir=tmp_path / "run",
-    )  # fmt: skip
-    return trainer
+@pytest.fixture
+def train(make_trainer, tmp_path):
+    def make(cls=SafeTrainer, **config):
+        data = {"train_data": make_batches(12), "eval_data": make_batches(2)}
+        return make_trainer(cls=cls, config=config, run_dir=tmp_path / "run", **data)
+
+    return make
 
 
-def test_keep_last_best_and_every(tmp_path):
+def test_keep_last_best_and_every(tmp_path, train):
     class Scripted(SafeTrainer):
         def evaluation_step(self, model, batch):
             return {"loss": torch.tensor(float({4: 1.0}.get(self.run.result.steps, 2.0 + self.run.result.steps)))}
 
     keep = {"every_steps": 2, "keep_last": 2, "keep_best": 1, "keep_every": 6}
-    trainer = train(tmp_path, Scripted, checkpoint=keep, loop={"eval_every": 4})
+    trainer = train(Scripted, checkpoint=keep, loop={"eval_every": 4})
     trainer.fit()
     directory = tmp_path / "run" / "checkpoints"
     names = [path.name for path in CheckpointStore(directory).paths()]
@@ -177,7 +176,7 @@ def test_keep_last_best_and_every(tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("ladder", [["rollback"], ["disk"], []])
-def test_a_bad_state_is_never_saved_and_the_run_rolls_back_or_stops(tmp_path, background, ladder):
+def test_a_bad_state_is_never_saved_and_the_run_rolls_back_or_stops(background, ladder, train):
     class Spoiling(SafeTrainer):
         def on_commit(self, view):
             if view.step == 4:
@@ -188,7 +187,7 @@ def test_a_bad_state_is_never_saved_and_the_run_rolls_back_or_stops(tmp_path, ba
         "loop": {"ema": 0.9},
         "recovery": {"ladder": ladder},
     }
-    trainer = train(tmp_path / "run", Spoiling, **config, guards={"finite": {"state_every": 100}})
+    trainer = train(Spoiling, **config, guards={"finite": {"state_every": 100}})
     if ladder:
         result = trainer.fit()
         assert result.rollbacks == 1
@@ -203,7 +202,7 @@ def test_a_bad_state_is_never_saved_and_the_run_rolls_back_or_stops(tmp_path, ba
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
-def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_error):
+def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_error, train):
     class Blocking(SafeTrainer):
         def on_commit(self, view):
             directory = self.run.dir / "checkpoints"
@@ -215,7 +214,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_
                 (self.run.dir / "kept").rename(directory)
 
     options = {"every_steps": 3, "async": background, "on_error": on_error}
-    trainer = train(tmp_path, Blocking, checkpoint=options)
+    trainer = train(Blocking, checkpoint=options)
     if on_error == "stop":
         with pytest.raises(CheckpointError, match="could not be written at step"):
             trainer.fit()
@@ -226,13 +225,13 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_
         assert CheckpointStore(tmp_path / "run" / "checkpoints").load_newest().manifest.step == 12
 
 
-def test_a_deleted_run_directory_is_an_error_and_not_recreated(tmp_path, caplog):
+def test_a_deleted_run_directory_is_an_error_and_not_recreated(tmp_path, caplog, train):
     class Removing(SafeTrainer):
         def on_commit(self, view):
             if view.step == 2:
                 shutil.rmtree(self.run.dir)
 
-    trainer = train(tmp_path, Removing, checkpoint={"every_steps": 3})
+    trainer = train(Removing, checkpoint={"every_steps": 3})
     with pytest.raises(CheckpointError, match="is gone"):
         trainer.fit()
     assert trainer.run.result.steps == 12
@@ -240,20 +239,20 @@ def test_a_deleted_run_directory_is_an_error_and_not_recreated(tmp_path, caplog)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_saves_and_snapshots_are_counted_in_the_summary(tmp_path):
-    result = train(tmp_path, checkpoint={"every_steps": 4, "snapshot_every": 5}).fit()
+def test_saves_and_snapshots_are_counted_in_the_summary(tmp_path, train):
+    result = train(checkpoint={"every_steps": 4, "snapshot_every": 5}).fit()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["checkpoints"]["num_saved"] == result.checkpoints["num_saved"] >= 4
     assert summary["snapshots"]["num_taken"] == 3
     assert summary["snapshots"]["bytes"] > 0
 
 
-def test_without_checkpoints_only_the_final_weights_are_written(tmp_path):
-    train(tmp_path, checkpoint={"enabled": False}).fit()
+def test_without_checkpoints_only_the_final_weights_are_written(tmp_path, train):
+    train(checkpoint={"enabled": False}).fit()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["final.safetensors"]
 
 
-def test_extra_state_transient_buffers_and_tied_weights_survive(tmp_path):
+def test_extra_state_transient_buffers_and_tied_weights_survive(make_trainer, tmp_path):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,10 +272,8 @@ def test_extra_state_transient_buffers_and_tied_weights_survive(tmp_path):
         def set_extra_state(self, state):
             self.seen = state["seen"]
 
-    config = {"logging": {"console": "off", "tensorboard": False}}
-    SafeTrainer(Net(), loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit()
+    parts = {"train_data": make_batches(5), "run_dir": tmp_path / "run"}
+    make_trainer(Net(), **parts).fit()
     model = Net()
-    SafeTrainer(model, loss_fn=mse, train_data=make_batches(5), config=config, run_dir=tmp_path / "run").fit(
-        resume=True
-    )
+    make_trainer(model, **parts).fit(resume=True)
     assert (model.seen, model.count.item()) == (5, 5.0)

@@ -39,17 +39,16 @@ class Restless(Sampler):
             yield left.pop(int(torch.randint(len(left), ())))
 
 
+def opened(data, rank, world_size, **options):
+    config, cpu = DataConfig(**{"batch_size": 3, **options}), torch.device("cpu")
+    return open_stream(data, config, shuffle=True, seed=5, device=cpu, rank=rank, world_size=world_size)
+
+
 def streams_over(make, world_size, **options):
-    config = DataConfig(**{"batch_size": 3, **options})
     streams = []
     for rank in range(world_size):
         torch.manual_seed(1)  # as all processes of a run are seeded
-        data = make()
-        streams.append(
-            open_stream(
-                data, config, shuffle=True, seed=5, device=torch.device("cpu"), rank=rank, world_size=world_size
-            )
-        )
+        streams.append(opened(make(), rank, world_size, **options))
     return streams
 
 
@@ -205,20 +204,9 @@ def test_another_batch_size_continues_the_epoch():
 
 
 def own_parts(world_size):
-    return [
-        open_stream(
-            DataLoader(
-                Numbers(24), batch_size=3, sampler=DistributedSampler(Numbers(24), world_size, rank, shuffle=True)
-            ),
-            DataConfig(),
-            shuffle=True,
-            seed=5,
-            device=torch.device("cpu"),
-            rank=rank,
-            world_size=world_size,
-        )
-        for rank in range(world_size)
-    ]
+    samplers = [DistributedSampler(Numbers(24), world_size, rank, shuffle=True) for rank in range(world_size)]
+    loaders = [DataLoader(Numbers(24), batch_size=3, sampler=sampler) for sampler in samplers]
+    return [opened(loader, rank, world_size) for rank, loader in enumerate(loaders)]
 
 
 def test_a_distributed_sampler_is_not_sharded_again():

@@ -80,25 +80,12 @@ def test_a_reader_converts_a_loop():
     model, optimizer, scheduler = parts()
     config = {
         "data": {"batch_size": 16, "shuffle": False},
-        "loop": {
-            "max_epochs": 2,
-            "grad_accum": 2,
-            "precision": "bf16",
-            "monitor": "accuracy",
-            "monitor_mode": "max",
-        },
+        "loop": {"max_epochs": 2, "grad_accum": 2, "precision": "bf16", "monitor": "accuracy", "monitor_mode": "max"},
         "guards": {"clip": {"mode": "norm", "max_norm": 1.0}},
         "logging": {"console": "off"},
     }
-    result = SafeTrainer(
-        model,
-        loss_fn=classify,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_data=train,
-        eval_data=valid,
-        config=config,
-    ).fit()
+    given = {"optimizer": optimizer, "scheduler": scheduler, "train_data": train, "eval_data": valid}
+    result = SafeTrainer(model, loss_fn=classify, config=config, **given).fit()
     assert result.healthy
     assert result.best["accuracy"] == pytest.approx(best)
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), model.parameters(), strict=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import make_batches, make_model, mse
+from small import make_batches
 
 from safetrain import SafeTrainer, load_config
 
@@ -40,15 +40,11 @@ def guard_file(tmp_path):
     return path
 
 
-def test_guard_is_short_and_refuses_what_it_says(guard_file, tmp_path):
+def test_guard_is_short_and_refuses_what_it_says(guard_file, make_trainer):
     assert len(guard_file.read_text().splitlines()) < 100
     batches = make_batches(20)
     batches[12][1].mul_(1e4)
-    config = {
-        "guards": {"loss_ceiling": {"_target_": "./guard.py:LossCeiling", "ratio": 50.0}},
-        "logging": {"console": "off", "tensorboard": False},
-    }
-    model = make_model()
+    guards = {"loss_ceiling": {"_target_": "./guard.py:LossCeiling", "ratio": 50.0}}
     before = {}
 
     class Watching(SafeTrainer):
@@ -59,7 +55,7 @@ def test_guard_is_short_and_refuses_what_it_says(guard_file, tmp_path):
         def on_incident(self, incident):
             assert all(torch.equal(p, before[name]) for name, p in self.model.named_parameters())
 
-    result = Watching(model, loss_fn=mse, train_data=batches, config=config, run_dir="run").fit()
+    result = make_trainer(cls=Watching, train_data=batches, config={"guards": guards}).fit()
     (incident,) = result.incidents
     assert (incident.step, incident.trigger.guard, incident.trigger.signal) == (12, "loss_ceiling", "loss")
     assert before

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from forensic_cases import chain
 from torch import nn
 
 from safetrain.forensics import Step, diagnose
@@ -43,16 +44,8 @@ def test_a_function_is_found_by_its_name():
 
 
 def test_the_diagnosis_offers_it():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            h = self.fc(x)
-            return Cube.apply(h - h.detach())
-
-    diagnosis = diagnose(Step(Net(), lambda m, b: m(b).sum(), [torch.randn(4, 3)]))
+    model = chain(fc=nn.Linear(3, 3), cube=lambda h: Cube.apply(h - h.detach()))
+    diagnosis = diagnose(Step(model, lambda m, b: m(b).sum(), [torch.randn(4, 3)]))
     assert diagnosis.cause.label == "custom_backward_bug"
     assert diagnosis.patch is not None
     assert isinstance(diagnosis.patch.active(), FiniteBackward)

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from forensic_cases import Case, Cases, Tiny, check
+from forensic_cases import Case, Cases, Tiny, chain, check
 from torch import nn
 
 cases = Cases()
+
+
+class Updated(torch.optim.Optimizer):
+    """An optimizer that somebody wrote for their own work: `update` changes a parameter by its gradient."""
+
+    def __init__(self, model, update):
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.update(p, p.grad)
 
 
 @cases.add("data", "data input", "bad_input_data", module="<data>", samples=[2], line=False)
@@ -51,48 +64,27 @@ def weight_that_was_never_initialised():
 @cases.add("params", "buffer scale", "corrupt_parameter", module="", line=False)
 def infinite_scale_buffer():
     class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.tensor([1.0, math.inf, 1.0]))
-
         def forward(self, x):
             return self.body(x) * self.scale
 
-    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+    model = Net()
+    model.register_buffer("scale", torch.tensor([1.0, math.inf, 1.0]))
+    return model, lambda m, b: m(b).mean(), torch.randn(3, 4)
 
 
 @cases.add("params", "parameter weight", "corrupt_parameter", module="table", samples=[], line=False)
 def embedding_row_of_nan():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
-            with torch.no_grad():
-                self.table.weight[3] = math.nan
-
-        def forward(self, ids):
-            return self.head(self.table(ids))
-
-    return Net(), lambda m, b: m(b).mean(), torch.tensor([0, 3, 1])
+    model = chain(table=nn.Embedding(5, 4), head=nn.Linear(4, 2))
+    with torch.no_grad():
+        model.table.weight[3] = math.nan
+    return model, lambda m, b: m(b).mean(), torch.tensor([0, 3, 1])
 
 
 @cases.add("optimizer", "step addcdiv addcdiv_ div", "fp16_underflow", module="body", line=False)
 def adam_eps_in_half():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.body(x)
-
-    model = Scaled().half()
+    model = Tiny().half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def loss_fn(m, b):
-        return (m(b).float() * 1e-6).mean()
-
-    return model, loss_fn, torch.randn(3, 4).half(), optimizer
+    return model, lambda m, b: (m(b).float() * 1e-6).mean(), torch.randn(3, 4).half(), optimizer
 
 
 @cases.add("optimizer", "step add_ add mul_ addcdiv_", "optimizer_numerics", module="body", line=False)
@@ -105,19 +97,12 @@ def schedule_that_gives_nan():
 
 @cases.add("optimizer", "sqrt sqrt_ div", "optimizer_numerics", module="body")
 def negative_variance_in_a_custom_optimizer():
-    class Centred(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                g = p.grad
-                variance = g * g - (1.0001 * g) ** 2
-                p.sub_(0.1 * g / variance.sqrt())  # here
+    def update(p, g):
+        variance = g * g - (1.0001 * g) ** 2
+        p.sub_(0.1 * g / variance.sqrt())  # here
 
     model = Tiny()
-    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), Centred(model.parameters())
+    return model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), Updated(model, update)
 
 
 @cases.add("forward", "div", "division_by_zero", module="codebook")
@@ -135,19 +120,11 @@ def ema_codebook_with_a_dead_code():
                 self.codes.copy_(one_hot.T @ z / one_hot.sum(0)[:, None])  # here
             return z + (chosen - z).detach(), (z - chosen).pow(2).mean()
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.enc, self.codebook = nn.Linear(4, 2), Codebook()
-
-        def forward(self, x):
-            return self.codebook(self.enc(x))
-
     def loss_fn(model, batch):
         z, commit = model(batch)
         return z.pow(2).mean() + commit
 
-    return Net(), loss_fn, torch.randn(3, 4)
+    return chain(enc=nn.Linear(4, 2), codebook=Codebook()), loss_fn, torch.randn(3, 4)
 
 
 @cases.add("data", "data input", "bad_input_data", module="<data>", samples=[2])
@@ -164,22 +141,12 @@ def nan_in_a_numpy_batch():
 @cases.add("params", "attribute table", "corrupt_parameter", module="scale")
 def tensor_that_a_module_holds():
     class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.tensor([1.0, math.nan, 1.0])
-
         def forward(self, x):
             return x * self.table  # here
 
-    class Net(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.scale = Scale()
-
-        def forward(self, x):
-            return self.scale(self.body(x))
-
-    return Net(), lambda m, b: m(b).mean(), torch.randn(3, 4)
+    model = chain(body=Tiny(), scale=Scale())
+    model.scale.table = torch.tensor([1.0, math.nan, 1.0])
+    return model, lambda m, b: m(b).mean(), torch.randn(3, 4)
 
 
 @cases.add("params", "tensor weight", "corrupt_parameter", line=False)
@@ -224,18 +191,12 @@ def adam_without_eps_and_a_zero_gradient():
 
 @cases.add("optimizer", "div", "optimizer_numerics", module="body")
 def trust_ratio_of_a_zero_update():
-    class Lars(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                trust = p.norm() / p.grad.norm()  # here
-                p.sub_(0.1 * trust * p.grad)
+    def update(p, g):
+        trust = p.norm() / g.norm()  # here
+        p.sub_(0.1 * trust * g)
 
     model = Tiny()
-    return model, lambda m, b: 0 * m(b).sum(), torch.randn(3, 4), Lars(model.parameters())
+    return model, lambda m, b: 0 * m(b).sum(), torch.randn(3, 4), Updated(model, update)
 
 
 @pytest.mark.parametrize("case", cases, ids=lambda case: case.id)

@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
+from forensic_cases import incident_of
 from torch import Tensor, nn
 
 import safetrain
 from safetrain import safe
-from safetrain.forensics import find_bad_batches, fixes, investigate
+from safetrain.forensics import fixes
 
 
 def test_every_function_named_in_a_fix_exists() -> None:
@@ -28,8 +29,7 @@ def test_the_expression_of_a_fix_is_what_the_operation_was(operation: str) -> No
         return getattr(torch, operation)(model(batch).square() - shift).mean()
 
     model = nn.Linear(2, 1, bias=False)
-    incident = investigate(model, loss_fn, torch.zeros(3, 2))
-    assert incident is not None
+    incident = incident_of(model, loss_fn, torch.zeros(3, 2))
     said = re.search(r": use (.*) there", incident.fix)
     assert said is not None
     x = torch.tensor([0.5, 2.0])
@@ -40,20 +40,16 @@ def test_the_expression_of_a_fix_is_what_the_operation_was(operation: str) -> No
 def test_a_remedy_that_leaves_no_gradients_verifies_no_update() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
-    incident = investigate(model, lambda model, batch: 0 * model(batch).sum(), torch.ones(3, 2), optimizer=optimizer)
-    assert incident is not None
+    incident = incident_of(model, lambda model, batch: 0 * model(batch).sum(), torch.ones(3, 2), optimizer=optimizer)
     assert incident.origin.phase == "optimizer"
     assert {remedy.name for remedy in incident.remedies if remedy.finite} == {"optimizer_eps"}
 
 
 def test_the_proof_of_a_fix_for_half_precision_is_single_precision() -> None:
-    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).float().mean()
-
     model = nn.Sequential(nn.Linear(4, 4))
     nn.init.constant_(model[0].weight, 300.0)
-    incident = investigate(model, loss_fn, torch.full((4, 4), 300.0), precision="fp16")
-    assert incident is not None
+    batch = torch.full((4, 4), 300.0)
+    incident = incident_of(model, lambda model, batch: model(batch).float().mean(), batch, precision="fp16")
     assert incident.cause.label == "fp16_overflow"
     assert "Verified: with 0 kept in fp32" in incident.fix or "Verified: the whole step in single" in incident.fix
 
@@ -62,17 +58,11 @@ def test_a_parameter_of_zeros_is_named_with_its_initialisation() -> None:
     layer = nn.Linear(3, 2)
     nn.init.zeros_(layer.weight)
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(layer))
-    incident = investigate(model, lambda model, batch: model(batch).mean(), torch.ones(4, 3))
-    assert incident is not None
+    incident = incident_of(model, lambda model, batch: model(batch).mean(), torch.ones(4, 3))
     weight = "0.parametrizations.weight.original"
     assert f"{weight}1 and {weight}0 are 0 throughout: change their initialisation. Verified" in incident.fix
 
 
 def test_data_of_zeros_says_nothing_of_parameters() -> None:
-    incident = investigate(nn.Linear(3, 2), lambda model, batch: (model(batch) / batch.sum()).mean(), torch.zeros(4, 3))
-    assert incident is not None
+    incident = incident_of(nn.Linear(3, 2), lambda model, batch: (model(batch) / batch.sum()).mean(), torch.zeros(4, 3))
     assert "initialisation" not in incident.fix
-
-
-def test_scanning_is_offered_among_the_safe_building_blocks() -> None:
-    assert safe.find_bad_batches is find_bad_batches

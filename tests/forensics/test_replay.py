@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forensic_cases import Tiny
+from forensic_cases import Tiny, chain, incident_of, without_bias
+from small import assert_same
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from safetrain.forensics import Effort, Step, diagnose, find_bad_batches, investigate
@@ -48,13 +50,6 @@ def everything(model: Noisy, optimizer: torch.optim.Optimizer, batch: Tensor) ->
     return [*copies, *rng, model.calls, model.training, str(optimizer.param_groups[0]["lr"]), len(optimizer.state)]
 
 
-def same(first: list[Any], second: list[Any]) -> bool:
-    return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
-        for a, b in zip(first, second, strict=True)
-    )
-
-
 @pytest.mark.parametrize("make_bad", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -> None:
@@ -72,7 +67,7 @@ def test_nothing_is_touched(make_bad: bool, kind: type[torch.optim.Optimizer]) -
     gradients = [p.grad for p in model.parameters()]
     incident = investigate(model, loss_fn, batch, optimizer=optimizer)
     assert (incident is not None) is make_bad
-    assert same(before, everything(model, optimizer, batch))
+    assert_same(everything(model, optimizer, batch), before)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
@@ -97,10 +92,9 @@ def test_an_optimizer_with_nested_state_of_its_own_is_restored() -> None:
     optimizer = Nested(model.parameters())
     model(torch.randn(3, 4)).mean().backward()
     optimizer.step()
-    before = copy.deepcopy([optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]])
+    before = copy.deepcopy([optimizer.log, optimizer.norms, optimizer.state_dict()["state"]])
     assert investigate(model, lambda m, b: m(b).pow(2).mean(), torch.randn(3, 4), optimizer=optimizer) is None
-    after = [optimizer.log, optimizer.norms, [s["history"] for s in optimizer.state.values()]]
-    assert str(before) == str(after)
+    assert_same([optimizer.log, optimizer.norms, optimizer.state_dict()["state"]], before)
 
 
 def test_what_a_module_stores_during_forward_is_restored() -> None:
@@ -123,23 +117,6 @@ def test_what_a_module_stores_during_forward_is_restored() -> None:
     assert model.history == []
     assert model.attention is kept
     assert not hasattr(model, "new")
-
-
-def test_training_goes_on_bit_for_bit_after_an_investigation() -> None:
-    def train(with_investigation: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(model.parameters())
-        for step in range(6):
-            batch = torch.randn(8, 4)
-            if with_investigation and step == 3:
-                assert investigate(model, lambda m, b: m(b).mean() / 0.0, batch, optimizer=optimizer) is not None
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-        return [t.clone() for t in model.state_dict().values()]
-
-    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
 
 
 def test_replay_with_dropout_is_compared_bitwise_with_the_original_loss() -> None:
@@ -204,24 +181,20 @@ def test_the_guilty_micro_batch_of_a_window() -> None:
     assert "in micro-batch 2 of 4" in found.cause.explanation
 
 
-def test_a_batch_with_a_constructor_of_its_own() -> None:
+def test_a_batch_with_a_constructor_of_its_own_and_one_that_cannot_be_cut() -> None:
     class Named(dict[str, Any]):
         def __init__(self, x: Tensor, why: str) -> None:
             super().__init__(x=x)
             self.why = why
 
+    class Fixed(UserDict[str, Any]):
+        def __init__(self, x: Tensor, why: str) -> None:
+            super().__init__(x=x)
+
     batch = Named(torch.rand(4, 4), "it takes two arguments")
     batch["x"][2] = math.nan
     found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() * len(b.why), [batch]))
     assert (found.cause.label, found.samples) == ("bad_input_data", [2])
-
-
-def test_a_search_for_samples_that_fails_does_not_lose_the_rest() -> None:
-    class Fixed(UserDict[str, Any]):
-        def __init__(self, x: Tensor, why: str) -> None:
-            super().__init__(x=x)
-            self.why = why
-
     found = diagnose(Step(Tiny(), lambda m, b: m(b["x"]).mean() / 0, [Fixed(torch.rand(4, 4), "")]))
     assert (found.cause.label, found.samples) == ("division_by_zero", [])
     assert "the search failed" in found.cause.explanation
@@ -235,26 +208,20 @@ def test_samples_that_interact_are_reported_as_interacting() -> None:
 
     batch = torch.randn(6, 4)
     batch[4] = batch[1]
-    incident = investigate(Tiny(), loss_fn, batch)
-    assert incident is not None
+    incident = incident_of(Tiny(), loss_fn, batch)
     assert len(incident.samples) == 1
     assert incident.samples[0] in (1, 4)
     assert "only together" in incident.cause.explanation
 
 
+@pytest.mark.usefixtures("one_process")
 def test_model_in_data_parallel_wrapper_is_replayed_locally() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(Tiny())
-        incident = investigate(wrapped, lambda m, b: m(b).log().mean(), -torch.ones(3, 4) * 1e3)
-        assert incident is not None
-        assert incident.cause.label == "log_of_nonpositive"
-        del wrapped
-    finally:
-        torch.distributed.destroy_process_group()
+    incident = incident_of(DistributedDataParallel(Tiny()), lambda m, b: m(b).log().mean(), -torch.ones(3, 4) * 1e3)
+    assert incident.cause.label == "log_of_nonpositive"
 
 
-def test_compiled_model_stays_compiled_and_bitwise_as_before() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_goes_on_bit_for_bit_and_a_compiled_model_is_not_compiled_again(compiled: bool) -> None:
     def train(with_investigation: bool) -> tuple[list[Tensor], int]:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -265,48 +232,40 @@ def test_compiled_model_stays_compiled_and_bitwise_as_before() -> None:
             compilations += 1
             return graph.forward
 
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-        compiled = torch.compile(model, backend=counting, fullgraph=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runs = []
+        plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        model = torch.compile(plain, backend=counting, fullgraph=True) if compiled else plain
+        optimizer = torch.optim.Adam(plain.parameters())
+        losses = []
         for step in range(6):
             batch = torch.randn(8, 4)
             if with_investigation and step == 3:
-                incident = investigate(compiled, lambda m, b: m(b).sum() / 0, batch, optimizer=optimizer)
-                assert incident is not None
+                incident = incident_of(model, lambda m, b: m(b).sum() / 0, batch, optimizer=optimizer)
                 assert incident.cause.label == "division_by_zero"
             optimizer.zero_grad()
-            loss = compiled(batch).pow(2).mean()
+            loss = model(batch).pow(2).mean()
             loss.backward()
             optimizer.step()
-            runs.append(loss.detach())
-        return [*runs, *model.state_dict().values()], compilations
+            losses.append(loss.detach())
+        return [*losses, *plain.state_dict().values()], compilations
 
-    plain, once = train(False)
-    investigated, still_once = train(True)
-    assert once == still_once == 1
-    assert all(torch.equal(a, b) for a, b in zip(plain, investigated, strict=True))
+    (plain, once), (investigated, still_once) = train(False), train(True)
+    assert once == still_once == int(compiled)
+    assert_same(investigated, plain)
 
 
 def test_an_exception_because_of_numbers_is_an_incident() -> None:
-    def out_of_range(m: nn.Module, b: Tensor) -> Tensor:
-        return F.cross_entropy(m(b), torch.tensor([0, 1, 7]))
-
-    incident = investigate(Tiny(), out_of_range, torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(Tiny(), lambda m, b: F.cross_entropy(m(b), torch.tensor([0, 1, 7])), torch.randn(3, 4))
     assert (incident.cause.label, incident.origin.name) == ("bad_input_data", "cross_entropy")
     assert "F.cross_entropy" in (incident.origin.code or "")
     assert incident.trigger.signal == "exception"
 
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    incident = investigate(model, lambda m, b: m(b).mean(), torch.randn(1, 4))
-    assert incident is not None
+    incident = incident_of(model, lambda m, b: m(b).mean(), torch.randn(1, 4))
     assert (incident.cause.label, incident.origin.module) == ("empty_reduction", "1")
 
-    incident = investigate(
+    incident = incident_of(
         Tiny(), lambda m, b: torch.linalg.cholesky(m(b)[:, :3] * 0 - torch.eye(3)).sum(), torch.randn(3, 4)
     )
-    assert incident is not None
     assert incident.cause.label == "degenerate_decomposition"
 
 
@@ -315,8 +274,7 @@ def test_an_exception_about_nan_leads_to_where_the_nan_began() -> None:
         scale = m(b)[:, 0].pow(2).mul(-1).sqrt()
         return torch.distributions.Normal(torch.zeros(3), scale).rsample().mean()
 
-    incident = investigate(Tiny(), loss_fn, torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(Tiny(), loss_fn, torch.randn(3, 4))
     assert (incident.origin.name, incident.cause.label) == ("sqrt", "invalid_domain")
 
 
@@ -329,17 +287,15 @@ def test_a_mistake_in_the_program_is_raised_as_it_is() -> None:
 
 
 def test_a_failure_inside_the_investigation_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetrain.forensics import investigation
-
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr(investigation, "judge", broken)
+    monkeypatch.setattr("safetrain.forensics.investigation.judge", broken)
     model = Tiny()
     before = copy.deepcopy(model.state_dict())
     found = diagnose(Step(model, lambda m, b: m(b).mean() / 0, [torch.randn(3, 4)]))
     assert "the investigation itself failed: ZeroDivisionError: no" in found.cause.explanation
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert_same(model.state_dict(), before)
 
 
 def test_effort_is_bounded() -> None:
@@ -365,7 +321,7 @@ def test_scanning_finds_the_bad_batches_and_disturbs_nothing() -> None:
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = find_bad_batches(model, lambda m, b: m(b).mean(), data)
     assert [(index, incident.samples) for index, incident in found] == [(1, [2]), (4, [0])]
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert_same(model.state_dict(), before)
     assert torch.equal(rng, torch.get_rng_state())
     assert [index for index, _ in find_bad_batches(model, lambda m, b: m(b).mean(), data, limit=1)] == [1]
 
@@ -376,8 +332,7 @@ def test_a_failure_that_only_the_compiled_model_has_is_reported_as_one() -> None
 
     torch._dynamo.reset()
     compiled = torch.compile(Tiny(), backend=broken)
-    incident = investigate(compiled, lambda m, b: m(b).mean(), torch.randn(3, 4))
-    assert incident is not None
+    incident = incident_of(compiled, lambda m, b: m(b).mean(), torch.randn(3, 4))
     assert "compiled" in incident.cause.explanation
     assert [(r.name, r.finite) for r in incident.remedies] == [("eager", True)]
     torch._dynamo.reset()
@@ -387,9 +342,7 @@ def test_the_patch_of_a_diagnosis_keeps_later_steps_finite() -> None:
     def loss_fn(m: nn.Module, b: Tensor) -> Tensor:
         return torch.log(m(b).pow(2)).mean()
 
-    model = Tiny()
-    nn.init.zeros_(model.body.bias)
-    batch = torch.zeros(3, 4)
+    model, batch = without_bias(Tiny()), torch.zeros(3, 4)
     found = diagnose(Step(model, loss_fn, [batch]))
     assert found.patch is not None
     assert not loss_fn(model, batch).isfinite()
@@ -401,50 +354,30 @@ def test_the_patch_of_a_diagnosis_keeps_later_steps_finite() -> None:
 
 
 def test_the_island_of_a_diagnosis_is_the_smallest_module_that_helps() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inp = nn.Linear(4, 4)
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-            with torch.no_grad():
-                self.block[0].weight.fill_(2e3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(self.inp(x))
-
+    model = chain(inp=nn.Linear(4, 4), block=nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    nn.init.constant_(model.inp.weight, 1.0)
+    nn.init.constant_(model.block[0].weight, 2e3)
     batch = 10 + torch.rand(3, 4)
-    model = Net()
-    with torch.no_grad():
-        model.inp.weight.fill_(1.0)
     found = diagnose(Step(model, lambda m, b: m(b).float().pow(2).mean(), [batch], precision="fp16"))
     assert found.cause.label == "fp16_overflow"
     assert found.island in ("block.0", "block")
 
 
 def test_an_investigation_inside_no_grad_traces_all_the_same() -> None:
-    model = Tiny()
-    nn.init.zeros_(model.body.bias)
+    model = without_bias(Tiny())
     with torch.no_grad():
-        incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), torch.zeros(3, 4))
+        incident = incident_of(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), torch.zeros(3, 4))
         assert not torch.is_grad_enabled()
-    assert incident is not None
     assert incident.origin.phase == "backward"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_sharded_parameters_of_one_process() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
-        fully_shard(model)
-        optimizer = torch.optim.Adam(model.parameters())
-        batch = torch.randn(4, 4)
-        assert investigate(model, lambda m, b: m(b).pow(2).mean(), batch, optimizer=optimizer) is None
-        batch[1] = 0
-        incident = investigate(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), batch, optimizer=optimizer)
-        assert incident is not None
-        assert (incident.cause.label, incident.samples) == ("singular_gradient", [1])
-        del model
-    finally:
-        torch.distributed.destroy_process_group()
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(4, 4)
+    assert investigate(model, lambda m, b: m(b).pow(2).mean(), batch, optimizer=optimizer) is None
+    batch[1] = 0
+    incident = incident_of(model, lambda m, b: m(b).pow(2).sum(1).sqrt().mean(), batch, optimizer=optimizer)
+    assert (incident.cause.label, incident.samples) == ("singular_gradient", [1])

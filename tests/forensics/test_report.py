@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from forensic_cases import Tiny
+from forensic_cases import Tiny, without_bias
 from torch import nn
 
 from safetrain.core.incident import Incident
@@ -19,8 +19,7 @@ def incident() -> Incident:
         rate = model(batch).abs().sum(1)
         return torch.log(rate).mean()
 
-    model = Tiny()
-    nn.init.zeros_(model.body.bias)
+    model = without_bias(Tiny())
     batch = torch.randn(4, 4)
     batch[2] = 0
     found = investigate(model, loss_fn, batch)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from forensic_cases import incident_of
 from torch import Tensor, nn
 
-from safetrain.forensics import investigate
 from safetrain.forensics.samples_of import batch_size, select
 
 RAGGED = [torch.zeros(length, 3) for length in (4, 3, 7)]
@@ -43,6 +43,5 @@ def test_the_guilty_entry_of_a_ragged_list_is_found() -> None:
 
     sequences = [torch.randn(length, 2) for length in (3, 5, 4, 2, 6)]
     sequences[3][1, 0] = float("nan")
-    incident = investigate(nn.Linear(2, 1), loss_fn, {"sequences": sequences, "y": torch.zeros(5)})
-    assert incident is not None
+    incident = incident_of(nn.Linear(2, 1), loss_fn, {"sequences": sequences, "y": torch.zeros(5)})
     assert incident.samples == [3]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forensic_cases import incident_of
 from torch import Tensor, nn
 
 from safetrain.forensics import investigate
@@ -34,8 +35,7 @@ def test_healthy() -> None:
 
 def test_every_label_ignored() -> None:
     ids = tokens()
-    incident = investigate(gpt2(), loss_fn, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
-    assert incident is not None
+    incident = incident_of(gpt2(), loss_fn, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
     assert (incident.origin.name, incident.cause.label) == ("cross_entropy", "empty_reduction")
 
 
@@ -43,8 +43,7 @@ def test_bad_weight_deep_inside() -> None:
     model, ids = gpt2(), tokens()
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.weight[3, 3] = math.nan
-    incident = investigate(model, loss_fn, {"input_ids": ids, "labels": ids})
-    assert incident is not None
+    incident = incident_of(model, loss_fn, {"input_ids": ids, "labels": ids})
     assert (incident.origin.phase, incident.origin.module) == ("params", "transformer.h.1.mlp.c_proj")
 
 
@@ -53,8 +52,7 @@ def test_overflow_of_a_projection_in_half_precision() -> None:
     with torch.no_grad():
         for name in ("c_fc", "c_proj"):
             getattr(model.transformer.h[0].mlp, name).weight.mul_(3e4)
-    incident = investigate(model, loss_fn, {"input_ids": ids, "labels": ids}, precision="fp16")
-    assert incident is not None
+    incident = incident_of(model, loss_fn, {"input_ids": ids, "labels": ids}, precision="fp16")
     assert (incident.origin.module, incident.cause.label) == ("transformer.h.0.mlp.c_proj", "fp16_overflow")
     assert "fp32_island" in [remedy.name for remedy in incident.remedies if remedy.finite]
 
@@ -66,6 +64,5 @@ def test_infinite_pixel() -> None:
     pixels = torch.randn(4, 3, 16, 16)
     pixels[3, 0, 0, 0] = math.inf
     batch = {"pixel_values": pixels, "labels": torch.tensor([0, 1, 0, 1])}
-    incident = investigate(transformers.ViTForImageClassification(config), loss_fn, batch)
-    assert incident is not None
+    incident = incident_of(transformers.ViTForImageClassification(config), loss_fn, batch)
     assert (incident.origin.phase, incident.samples) == ("data", [3])

@@ -1,30 +1,69 @@
-"""Failures with the truth about each: a case is a function that builds a step, and says what an investigation must answer."""
+"""Failures with the truth about each: how the step is built, and what an investigation must answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small import assert_same
 from torch import nn
 
 from safetrain.core.incident import Incident
 from safetrain.forensics import investigate
+
+Build = Callable[[], tuple[Any, ...]]
+
+
+class Tiny(nn.Module):
+    """A linear layer that others can be checked against: finite, and with a gradient."""
+
+    def __init__(self, width: int = 4, out: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Linear(width, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Apply(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def chain(**parts: nn.Module | Callable[..., Any]) -> nn.Sequential:
+    """Modules and functions one after the other, by the names that an incident says."""
+    return nn.Sequential(OrderedDict((k, v if isinstance(v, nn.Module) else Apply(v)) for k, v in parts.items()))
+
+
+def without_bias(model: Tiny, weight: float | None = None) -> Tiny:
+    nn.init.zeros_(model.body.bias)
+    if weight is not None:
+        nn.init.constant_(model.body.weight, weight)
+    return model
 
 
 @dataclass
 class Case:
     """The line that is to blame carries the comment `# here`."""
 
-    build: Callable[[], tuple[Any, ...]]
+    build: Build
     phase: str
     names: tuple[str, ...]
     cause: str
     module: str = "<loss>"
     samples: list[int] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     line: bool = True
+    fix: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -32,29 +71,66 @@ class Case:
 
 
 class Cases(list[Case]):
-    def add(
-        self,
-        phase: str,
-        names: str,
-        cause: str,
-        module: str = "<loss>",
-        samples: Any = None,
-        line: bool = True,
-        **options: Any,
-    ):
-        def register(build: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
-            self.append(Case(build, phase, tuple(names.split()), cause, module, samples, options, line))
+    def add(self, phase: str, names: str, cause: str, **truth: Any) -> Callable[[Build], Build]:
+        """The function returns model, loss function and batch, and perhaps the optimizer."""
+
+        def register(build: Build) -> Build:
+            self.append(Case(build, phase, tuple(names.split()), cause, **truth))
             return build
 
         return register
 
+    def loss(
+        self,
+        phase: str,
+        names: str,
+        cause: str,
+        *data: Any,
+        rows: int = 4,
+        scale: Mapping[int, float] | None = None,
+        silent: int | None = None,
+        half: bool = False,
+        **truth: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The function is the loss of a `Tiny`, of `rows` samples x, and of what else the batch has (`data`).
 
-def check(case: Case) -> Incident:
+        `scale` multiplies some samples; at the sample `silent` the output of the model is 0.
+        """
+
+        def register(loss: Callable[..., Any]) -> Callable[..., Any]:
+            def build() -> tuple[Any, ...]:
+                model, x = Tiny(), torch.randn(rows, 4)
+                for row, factor in (scale or {}).items():
+                    x[row] *= factor
+                if silent is not None:
+                    without_bias(model)
+                    x[silent] = 0
+                if half:
+                    model, x = model.half(), x.half()
+                rest = [value() if callable(value) else torch.as_tensor(value) for value in data]
+                if not rest:
+                    return model, loss, x
+                return model, lambda m, batch: loss(m, *batch), (x, *rest)
+
+            build.__name__ = loss.__name__
+            self.add(phase, names, cause, **truth)(build)
+            return loss
+
+        return register
+
+
+def incident_of(*args: Any, **options: Any) -> Incident:
+    """What `investigate` finds in a step that is bad."""
+    incident = investigate(*args, **options)
+    assert incident is not None, "not detected"
+    return incident
+
+
+def check(case: Case) -> None:
     model, loss_fn, batch, *rest = case.build()
     optimizer = rest[0] if rest else torch.optim.SGD(model.parameters(), lr=0.1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    incident = investigate(model, loss_fn, batch, optimizer=optimizer, **case.options)
-    assert incident is not None, "not detected"
+    incident = incident_of(model, loss_fn, batch, optimizer=optimizer, **case.options)
     origin = incident.origin
     said = (
         f"{origin.phase} {origin.op} {origin.name} @{origin.module} {origin.code} / {incident.cause} {incident.samples}"
@@ -68,18 +144,6 @@ def check(case: Case) -> Incident:
         assert "# here" in (origin.code or ""), said
     if case.samples is not None:
         assert incident.samples == case.samples, said
+    assert case.fix in incident.fix
     assert any(remedy.finite for remedy in incident.remedies), [f"{r.name}: {r.detail}" for r in incident.remedies]
-    after = model.state_dict()
-    assert all(torch.equal(after[key].nan_to_num(), value.nan_to_num()) for key, value in before.items())
-    return incident
-
-
-class Tiny(nn.Module):
-    """A linear layer that others can be checked against: finite, and with a gradient."""
-
-    def __init__(self, width: int = 4, out: int = 3) -> None:
-        super().__init__()
-        self.body = nn.Linear(width, out)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+    assert_same(dict(model.state_dict()), before)

@@ -31,10 +31,17 @@ DEFECTS: list[Planted] = []
 
 
 def defect(check: str, says: str, fix: str, status: str = "FAIL") -> Callable[[Any], Any]:
-    """Registers a builder; `check` must find the defect, with `says` in its reason and `fix` in its fix."""
+    """Registers a builder; `check` must find the defect, with `says` in its reason and `fix` in its fix.
 
-    def register(build: Callable[[bool], SafeTrainer]) -> Callable[[bool], SafeTrainer]:
-        DEFECTS.append(Planted(build.__name__.replace("_", " "), check, build, says, fix, status))
+    The builder is told whether to plant the defect. It makes a trainer or, as a class of models does, only the model.
+    """
+
+    def register(build: Callable[[bool], SafeTrainer | nn.Module]) -> Callable[[bool], SafeTrainer | nn.Module]:
+        def trainer(planted: bool) -> SafeTrainer:
+            made = build(planted)
+            return made if isinstance(made, SafeTrainer) else make_trainer(model=made)
+
+        DEFECTS.append(Planted(build.__name__.replace("_", " "), check, trainer, says, fix, status))
         return build
 
     return register
@@ -53,14 +60,14 @@ def spoiled_data(spoil: Callable[[Tensor], None]) -> Callable[[bool], SafeTraine
     return build
 
 
-def spoiled_model(spoil: Callable[[Net], object]) -> Callable[[bool], SafeTrainer]:
+def spoiled_model(spoil: Callable[[Net], object]) -> Callable[[bool], Net]:
     """`spoil` changes the weights in place."""
 
-    def build(planted: bool) -> SafeTrainer:
+    def build(planted: bool) -> Net:
         model = Net()
         if planted:
             spoil(model)
-        return make_trainer(model=model)
+        return model
 
     build.__name__ = spoil.__name__
     return build
@@ -101,12 +108,7 @@ def label_too_high(planted: bool) -> SafeTrainer:
 def label_negative(planted: bool) -> SafeTrainer:
     x, y = make_data()
     y[20] = -1
-    ignored = -100 if planted else -1
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], ignore_index=ignored)
-
-    return make_trainer(TensorDataset(x, y), loss_fn=loss)
+    return make_trainer(TensorDataset(x, y), loss_fn=nn.CrossEntropyLoss(ignore_index=-100 if planted else -1))
 
 
 @defect("labels", "[16, 1] with targets [16]", "reshape(-1, 1)")
@@ -122,8 +124,7 @@ def broadcast_targets(planted: bool) -> SafeTrainer:
 
 @defect("padding", "class 0 is also the ignore index", "default (-100)")
 def ignored_class(planted: bool) -> SafeTrainer:
-    criterion = nn.CrossEntropyLoss(ignore_index=0) if planted else nn.CrossEntropyLoss()
-    return make_trainer(loss_fn=criterion)
+    return make_trainer(loss_fn=nn.CrossEntropyLoss(ignore_index=0 if planted else -100))
 
 
 @defect("weights_finite", "hidden.weight holds 1 NaN", "initialise hidden.weight")
@@ -184,25 +185,22 @@ def nan_gradient(planted: bool) -> SafeTrainer:
 
 
 @defect("finite_steps", "RuntimeError", "shapes")
-def raising_step(planted: bool) -> SafeTrainer:
-    return make_trainer(model=nn.Linear(NUM_FEATURES + 1 if planted else NUM_FEATURES, NUM_CLASSES))
+def raising_step(planted: bool) -> nn.Module:
+    return nn.Linear(NUM_FEATURES + 1 if planted else NUM_FEATURES, NUM_CLASSES)
 
 
-class Exploding(Net):
-    def __init__(self, factor: float) -> None:
+@defect("output_scale", "hidden (Linear) gives values up to", "hidden")
+class ExplodingOutputs(Net):
+    def __init__(self, planted: bool) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor = 1e9 if planted else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.hidden(x * self.factor)))
 
 
-@defect("output_scale", "hidden (Linear) gives values up to", "hidden")
-def exploding_outputs(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Exploding(1e9 if planted else 1.0))
-
-
-class Deep(nn.Module):
+@defect("gradient_scale", "vanishes", "ReLU")
+class VanishingGradient(nn.Module):
     def __init__(self, planted: bool) -> None:
         super().__init__()
         act = nn.Sigmoid if planted else nn.ReLU
@@ -217,21 +215,12 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
-@defect("gradient_scale", "vanishes", "ReLU")
-def vanishing_gradient(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Deep(planted))
-
-
-class Unused(Net):
+@defect("gradient_scale", "forgotten.weight", "use them in forward", "WARN")
+class UnreachedParameters(Net):
     def __init__(self, planted: bool) -> None:
         super().__init__()
         if planted:
             self.forgotten = nn.Linear(4, 4)
-
-
-@defect("gradient_scale", "forgotten.weight", "use them in forward", "WARN")
-def unreached_parameters(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Unused(planted))
 
 
 @defect("dead_units", "32 of 32 units of act", "bias before act at 0")
@@ -248,10 +237,7 @@ def fp16_overflow(planted: bool) -> SafeTrainer:
 
 @defect("initial_loss", "1e+04 times its mean", "leave out large factors")
 def summed_loss(planted: bool) -> SafeTrainer:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) * (1e4 if planted else 1.0)
-
-    return make_trainer(loss_fn=loss)
+    return make_trainer(loss_fn=lambda model, batch: cross_entropy(model, batch) * (1e4 if planted else 1.0))
 
 
 @defect("initial_loss", "of ln 3", "last layer down")
@@ -268,27 +254,25 @@ class Blind(Net):
 
 
 @defect("overfit_batch", "cannot even overfit one batch", "the loss uses")
-def blind_model(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Blind() if planted else Net())
+def blind_model(planted: bool) -> Net:
+    return Blind() if planted else Net()
 
 
 @defect("learning_rate", "diverges", "optimizer.lr=")
 def high_learning_rate(planted: bool) -> SafeTrainer:
-    optimizer = {"_target_": "torch.optim.SGD", "lr": 300.0 if planted else 0.3}
-    return make_trainer(optimizer=optimizer)
+    return make_trainer(optimizer={"_target_": "torch.optim.SGD", "lr": 300.0 if planted else 0.3})
 
 
 @defect("learning_rate", "fails after", "24 steps")
 def short_schedule(planted: bool) -> SafeTrainer:
-    scheduler = {
-        "_target_": "torch.optim.lr_scheduler.OneCycleLR",
-        "max_lr": 3e-3,
-        "total_steps": 10 if planted else 24,
-    }
-    return make_trainer(scheduler=scheduler)
+    steps = 10 if planted else 24
+    return make_trainer(
+        scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 3e-3, "total_steps": steps}
+    )
 
 
-class Noisy(Net):
+@defect("replay", "other numbers", "os.urandom")
+class OwnRandomSource(Net):
     def __init__(self, planted: bool) -> None:
         super().__init__()
         self.planted = planted
@@ -300,12 +284,8 @@ class Noisy(Net):
         return super().forward(x + 0.1 * torch.randn(x.shape, generator=generator))
 
 
-@defect("replay", "other numbers", "os.urandom")
-def own_random_source(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Noisy(planted))
-
-
-class Counting(Net):
+@defect("resume", "goes on differently", "register_buffer")
+class StateOutsideTheCheckpoint(Net):
     """Warms up by a count of its own forward passes."""
 
     passes: Any
@@ -320,11 +300,6 @@ class Counting(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
         return super().forward(x) * min(1.0, float(self.passes) / 10)
-
-
-@defect("resume", "goes on differently", "register_buffer")
-def state_outside_the_checkpoint(planted: bool) -> SafeTrainer:
-    return make_trainer(model=Counting(planted))
 
 
 class Unreadable(TensorDataset):

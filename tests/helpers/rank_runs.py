@@ -3,10 +3,9 @@
 import contextlib
 
 import torch
-from checkpoint_cases import Gone
+from checkpoint_cases import Counting, Gone
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from safetrain import SafeTrainer
 from safetrain.tensors.sharded import full_tensor, is_sharded
@@ -40,20 +39,14 @@ class Net(nn.Module):
         return self.last(self.dropout(self.batch_norm(hidden)))
 
 
-class Samples(Dataset):
+class Samples(Counting):
     """Each sample knows its index."""
 
     def __init__(self, length=56, bad=()):
-        generator = torch.Generator().manual_seed(8)
-        self.inputs = torch.randn(length, 6, generator=generator)
-        self.targets = torch.randn(length, 1, generator=generator)
-        self.inputs[list(bad)] = float("nan")
-
-    def __len__(self):
-        return len(self.inputs)
+        super().__init__(length, bad)
 
     def __getitem__(self, index):
-        return self.inputs[index], self.targets[index], index
+        return (*super().__getitem__(index), index)
 
 
 class Ending(SafeTrainer):

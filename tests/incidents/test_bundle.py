@@ -6,6 +6,7 @@ import collections
 import json
 import linecache
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,19 +50,27 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return torch.log(model(x).square().sum(1) * scale).mean()
 
 
-def train(tmp_path: Path, model: nn.Module, bad: int = 3, count: int = 6, **sections: Any) -> tuple[SafeTrainer, Path]:
-    batches = [(torch.randn(4, 3), torch.tensor([1.0, float(i != bad), 1.0, 1.0])) for i in range(count)]
-    config = {"loop": {"device": "cpu"}, "logging": {"console": "off", "tensorboard": False}, **sections}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    trainer = SafeTrainer(
-        model, loss_fn=loss_fn, optimizer=optimizer, train_data=batches, config=config, run_dir=tmp_path / "run"
-    )
-    trainer.fit()
-    return trainer, tmp_path / "run" / "incidents" / f"step-{bad:06d}"
+Train = Callable[..., tuple[SafeTrainer, Path]]
 
 
-def test_a_bundle_holds_all_that_a_fresh_model_needs_to_reproduce_the_step(tmp_path: Path) -> None:
-    _, path = train(tmp_path, Counting())
+@pytest.fixture
+def train(make_trainer: Callable[..., SafeTrainer], tmp_path: Path) -> Train:
+    """Trains with a step that is bad; returns the trainer, and where that incident lies."""
+
+    def make(**sections: Any) -> tuple[SafeTrainer, Path]:
+        batches = [(torch.randn(4, 3), torch.tensor([1.0, float(i != 3), 1.0, 1.0])) for i in range(6)]
+        model = Counting()
+        parts = {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "train_data": batches}
+        config = {"loop": {"device": "cpu"}, **sections}
+        trainer = make_trainer(model, loss_fn=loss_fn, config=config, run_dir=tmp_path / "run", **parts)
+        trainer.fit()
+        return trainer, tmp_path / "run" / "incidents" / "step-000003"
+
+    return make
+
+
+def test_a_bundle_holds_all_that_a_fresh_model_needs_to_reproduce_the_step(train: Train) -> None:
+    _, path = train()
     assert {file.name for file in path.iterdir()} == {"incident.json", "report.md", "report.html", "replay.pt"}
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert contents["eval_mode"] == ["frozen"]
@@ -72,13 +81,11 @@ def test_a_bundle_holds_all_that_a_fresh_model_needs_to_reproduce_the_step(tmp_p
     assert replayed.incident.samples == [1]
 
 
-def test_islands_and_patches_of_that_time_are_part_of_the_step(tmp_path: Path) -> None:
+def test_islands_and_patches_of_that_time_are_part_of_the_step(train: Train) -> None:
     guards = {"islands": {"modules": ["head"], "loss": False}}
     recovery = {"heal": ["patch"], "ladder": ["patch", "skip"]}
     loop = {"device": "cpu", "precision": "bf16"}
-    batches = 6
-    model = Counting()
-    _, path = train(tmp_path, model, count=batches, guards=guards, recovery=recovery, loop=loop)
+    _, path = train(guards=guards, recovery=recovery, loop=loop)
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert (contents["islands"], contents["patches"], contents["precision"]) == (["head"], [], "bf16")
     replayed = replay(read_bundle(path), Counting(), loss_fn)
@@ -93,9 +100,9 @@ def test_islands_and_patches_of_that_time_are_part_of_the_step(tmp_path: Path) -
     assert replay(read_bundle(path), Counting(), loss_fn).verdict == "not reproduced"
 
 
-def test_weights_that_are_too_large_are_taken_from_the_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_are_too_large_are_taken_from_the_checkpoint(train: Train) -> None:
     sections = {"forensics": {"max_bundle_mb": 0.0001}, "checkpoint": {"every_steps": 3}}
-    _, path = train(tmp_path, Counting(), **sections)
+    _, path = train(**sections)
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert contents["model"] is None
     pointer = contents["checkpoint"]
@@ -105,8 +112,10 @@ def test_weights_that_are_too_large_are_taken_from_the_checkpoint(tmp_path: Path
     assert (replayed.verdict, replayed.differences) == ("reproduced", [])
 
 
-def test_a_checkpoint_of_another_step_is_said_to_be_one_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
-    _, path = train(tmp_path, Counting(), forensics={"max_bundle_mb": 0.0001})
+def test_a_checkpoint_of_another_step_is_said_to_be_one_and_a_missing_one_is_an_error(
+    train: Train, tmp_path: Path
+) -> None:
+    _, path = train(forensics={"max_bundle_mb": 0.0001})
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert contents["checkpoint"]["is_exact"] is False
     (note,) = replay(read_bundle(path), Counting(), loss_fn).notes
@@ -116,8 +125,8 @@ def test_a_checkpoint_of_another_step_is_said_to_be_one_and_a_missing_one_is_an_
         replay(read_bundle(path), Counting(), loss_fn)
 
 
-def test_nothing_larger_than_the_limit_is_kept(tmp_path: Path) -> None:
-    trainer, path = train(tmp_path, Counting(), forensics={"max_bundle_mb": 0.0})
+def test_nothing_larger_than_the_limit_is_kept(train: Train) -> None:
+    trainer, path = train(forensics={"max_bundle_mb": 0.0})
     contents = torch.load(path / "replay.pt", weights_only=True)
     assert contents["window"] is contents["model"] is None
     assert trainer.run.result.steps == 6
@@ -125,7 +134,9 @@ def test_nothing_larger_than_the_limit_is_kept(tmp_path: Path) -> None:
         replay(read_bundle(path), Counting(), loss_fn)
 
 
-def test_the_moments_are_kept_when_the_update_is_at_fault(tmp_path: Path) -> None:
+def test_the_moments_are_kept_when_the_update_is_at_fault(
+    make_trainer: Callable[..., SafeTrainer], tmp_path: Path
+) -> None:
     class Late(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
@@ -138,13 +149,8 @@ def test_the_moments_are_kept_when_the_update_is_at_fault(tmp_path: Path) -> Non
     model = nn.Linear(3, 3)
     optimizer = Late(model.parameters(), lr=0.1)
     batches = [(torch.randn(4, 3), torch.ones(4)) for _ in range(5)]
-    config = {
-        "loop": {"device": "cpu"},
-        "logging": {"console": "off", "tensorboard": False},
-    }
-    trainer = SafeTrainer(
-        model, loss_fn=loss_fn, optimizer=optimizer, train_data=batches, config=config, run_dir=tmp_path / "run"
-    )
+    parts = {"optimizer": optimizer, "train_data": batches, "run_dir": tmp_path / "run"}
+    trainer = make_trainer(model, loss_fn=loss_fn, config={"loop": {"device": "cpu"}}, **parts)
     trainer.stepper.careful_steps = 10
     trainer.fit()
     incident = trainer.run.result.incidents[0]
@@ -155,10 +161,10 @@ def test_the_moments_are_kept_when_the_update_is_at_fault(tmp_path: Path) -> Non
     assert (replayed.verdict, replayed.differences) == ("reproduced", [])
 
 
-def test_a_directory_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_does_not_end_the_run(train: Train, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "incidents").write_text("in the way")
-    trainer, _ = train(tmp_path, Counting())
+    trainer, _ = train()
     assert trainer.run.result.steps == 6
     assert "could not be written" in (tmp_path / "run" / "journal.jsonl").read_text()
 

@@ -8,7 +8,6 @@ import pytest
 
 from safetrain.lint import check_source
 
-LOOP = "for x, y in data:\n"
 FORWARD = "loss = F.mse_loss(model(x), y)"
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -18,12 +17,9 @@ def loop(*statements: str) -> str:
 
 
 def codes(body: str, rest: str = "") -> list[str]:
-    source = (
-        "import torch\nimport torch.nn.functional as F\ndef train(model, data, optimizer, scaler, accelerator, n):\n"
-    )
-    return [
-        finding.code for finding in check_source(source + textwrap.indent(body, "    ") + "\n" + textwrap.dedent(rest))
-    ]
+    imports = "import torch\nimport torch.nn.functional as F\n"
+    train = "def train(model, data, optimizer, scaler, accelerator, n):\n" + textwrap.indent(body, "    ")
+    return [finding.code for finding in check_source(f"{imports}{train}\n{textwrap.dedent(rest)}")]
 
 
 STEP = "if (i + 1) % n == 0:\n    optimizer.step()\n    optimizer.zero_grad()"

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from report_pages import train
-
-
-@pytest.fixture(scope="session", name="train")
-def train_() -> Callable[..., None]:
-    return train
 
 
 @pytest.fixture(scope="session")

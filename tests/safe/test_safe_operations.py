@@ -146,7 +146,7 @@ UNARY = {
     "div by number": (lambda x: safe.div(x, 0.25), lambda x: x / 0.25),
     **{
         f"pow {e}": (lambda x, e=e: safe.pow(x, e), lambda x, e=e: torch.pow(x, e))
-        for e in (-2, -1, -0.5, 0, 0.3, 0.5, 1, 1.5, 2, 3)
+        for e in (-3, -2, -1, -0.5, 0, 0.3, 0.5, 1, 1.5, 2, 3)
     },
     **{
         f"pow tensor {e}": (
@@ -186,22 +186,14 @@ def test_every_half_precision_number(name, dtype):
 @given(arrays("float32", st.integers(1, 8), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_values_and_gradients_of_any_finite_input_are_finite(numbers):
     x = torch.from_numpy(numbers.copy()).requires_grad_()
-    for function in (
-        safe.log,
-        safe.sqrt,
-        safe.exp,
-        safe.acos,
-        safe.asin,
-        safe.atanh,
+    functions = [ours for ours, _ in UNARY.values()] + [
         safe.softmax,
-        lambda x: safe.pow(x, 0.5),
-        lambda x: safe.pow(x, -3),
         lambda x: safe.pow(x, x.detach()),
-        lambda x: safe.div(1.0, x),
         lambda x: safe.div(x, x.flip(0)),
         lambda x: safe.bce(x / 2, (x > 0).long(), reduction="none"),
         lambda x: safe.bce(x, (x > 0).long(), from_logits=False),
-    ):
+    ]
+    for function in functions:
         out = function(x)
         assert out.isfinite().all()
         assert torch.autograd.grad(out.sum() if out.dim() == 0 else out.max(), x)[0].isfinite().all()

@@ -20,14 +20,8 @@ def test_probabilities_of_exactly_zero_and_one(dtype):
     (gradient,) = torch.autograd.grad(loss.sum(), p)
     worst = -math.log(smallest(dtype))
     torch.testing.assert_close(loss.double(), torch.tensor([worst, worst, 0, 0, 0, 0]).double(), rtol=0.01, atol=1e-6)
-    assert gradient.tolist() == [
-        0,
-        0,
-        1,
-        -1,
-        0,
-        0,
-    ]  # the true slope where the prediction is right, zero where it is clamped
+    # The true slope where the prediction is right, zero where it is clamped.
+    assert gradient.tolist() == [0, 0, 1, -1, 0, 0]
 
 
 def test_saturated_logits_keep_their_gradient():

@@ -13,6 +13,7 @@ import torch
 from safe_cases import CASES, HEALTHY, every
 
 from safetrain import safe
+from safetrain.forensics import find_bad_batches
 
 FUNCTIONS = [name for name in safe.__all__ if name.islower() and name != "find_bad_batches"]
 OPERATIONS = [name for name in FUNCTIONS if not name.startswith("check_")]
@@ -102,5 +103,6 @@ def test_importing_safetrain_does_not_import_torch_and_safe_is_an_attribute():
 
 def test_names():
     assert "find_bad_batches" in dir(safe)
+    assert safe.find_bad_batches is find_bad_batches
     with pytest.raises(AttributeError, match="has no attribute 'logg'"):
         safe.logg  # noqa: B018

@@ -138,15 +138,8 @@ def hides_nan(value: Value, context: Context) -> str | None:
 
 
 def _names_in(value: Value) -> set[str]:
-    return (
-        {
-            node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(value.node)
-            if isinstance(node, (ast.Name, ast.Attribute))
-        }
-        if value.node
-        else set()
-    )
+    found = [node for node in ast.walk(value.node or ast.Pass()) if isinstance(node, (ast.Name, ast.Attribute))]
+    return {node.id if isinstance(node, ast.Name) else node.attr for node in found}
 
 
 @value_rule(
