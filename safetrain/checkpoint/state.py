@@ -134,7 +134,9 @@ class TrainState:
 
     def restore_progress(self, progress: Stateful) -> None:
         """The data cursor and the record of the run. A rollback leaves these where they are."""
-        progress.load_state_dict(from_loadable(self.rest["progress"]))
+        # Checkpoints of version 0.1.0 have it one level higher.
+        order = {"ddp_has_order": self.rest.get("ddp_has_order", False)}
+        progress.load_state_dict(order | from_loadable(self.rest["progress"]))
 
     def own_part(self) -> dict[str, Any]:
         """What is different in each process of a run: small, and beside that the buffers of a model that is sharded over them."""

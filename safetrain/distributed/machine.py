@@ -141,7 +141,7 @@ class Machine:
 
 
 def leave_process_group() -> None:
-    """At the end of a program, after every engine was closed."""
+    """At the end of a program, after every machine was closed."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         gc.collect()
         torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ from ..tensors.rng import RandomState
 
 @dataclass
 class RefusedStep:
-    """A refused step. The trainer has already put everything back to where it was before it."""
+    """A refused step. The step has already been undone."""
 
     view: StepView
     decision: Decision
@@ -45,8 +45,9 @@ class RefusedStep:
     """With several processes: which samples of this one's window are at fault."""
     resolution: Resolution | None = None
     """What was done about it in the end; None if it was refused unnecessarily, and is committed."""
-    committed: tuple[StepView, Decision] | None = None
-    """Of the repaired step, once it was committed."""
+    applied: tuple[StepView, Decision, Sequence[Any]] | None = None
+    """View and decision of the attempt that was committed in the end, and its window, which may be a part of the refused one. An
+    fp16 overflow that the scaler handles counts too."""
 
     @property
     def guilty_micro_batch(self) -> int:

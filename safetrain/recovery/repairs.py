@@ -35,8 +35,9 @@ class Repairs:
 
     def try_again(self, case: RefusedStep, window: Sequence[Any]) -> bool:
         """Attempt the step once more with this window, from the same random state; commit it if every guard lets it pass."""
-        case.committed = self._step.retry(window, case.view)
-        return case.committed is not None
+        retried = self._step.retry(window, case.view)
+        case.applied = None if retried is None else (*retried, window)
+        return retried is not None
 
     def bad_micro_batches(self, case: RefusedStep) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""
@@ -47,7 +48,10 @@ class Repairs:
                 with step.exchange.alone(step):
                     measurement = step.attempt([batch], divisor=len(case.window))
                 finite.append(torch.isfinite(measurement.losses_and_norm()).all())
-            except Exception:  # the other ranks wait for an answer
+            except Exception:
+                if step.exchange.world_size == 1:
+                    raise
+                # The other ranks wait for an answer.
                 finite.append(torch.zeros((), dtype=torch.bool, device=step.device))
             step.undo(case.view.loss_scale)
         shares = step.exchange.mean(torch.stack(finite).float()).tolist()
@@ -73,9 +77,11 @@ class Repairs:
         measurement = step.attempt(case.window)
         view = step.view(measurement)
         outcome = step.commit(measurement, view, undoubted)
-        if outcome is Outcome.COMMITTED:
-            case.committed = view, undoubted
-        return outcome is not Outcome.RUINED
+        if outcome is Outcome.RUINED:
+            step.undo(case.view.loss_scale)
+            return False
+        case.applied = view, undoubted, case.window
+        return True
 
     def _confirms_a_doubt(self, case: RefusedStep) -> bool:
         doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}
@@ -145,7 +151,10 @@ class Repairs:
             with torch.no_grad(), step.exchange.alone(step), step.patches.scope:
                 losses = [step.forward(copied(batch))[0] for batch in window]
             loss = torch.stack([loss.float() for loss in losses]).mean()
-        except Exception:  # the other ranks wait for an answer
+        except Exception:
+            if step.exchange.world_size == 1:
+                raise
+            # The other ranks wait for an answer.
             loss = torch.full((), math.nan, device=step.device)
         return float(step.exchange.mean(loss))
 

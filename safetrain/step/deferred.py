@@ -64,7 +64,7 @@ class Deferral:
         self._pending: list[Pending] = []
         self._lr_scale = 1.0
         self._num_since_scale = 0
-        """Steps since the guards were last asked for the learning-rate scale. Only `commit` counts them: bringing steps to
+        """Steps since the guards were last asked for the learning-rate scale. Only `apply_if_decidable` counts them: bringing steps to
         the host sooner, before something is saved say, changes no number."""
         self._schedule: tuple[Any, list[dict[str, Any]]] | None = None
         self._last_view: StepView | None = None
@@ -109,7 +109,7 @@ class Deferral:
             self._record(self._read(pending), undone)
         fused.skip_nothing(self._step.optimizer)
 
-    def takes(self, window: Sequence[Any], measurement: Measurement) -> bool:
+    def apply_if_decidable(self, window: Sequence[Any], measurement: Measurement) -> bool:
         """Apply the step unless it is non-finite, decided on the device. False: it must be judged on the host."""
         step = self._step
         if not self._can_decide_on_device():
@@ -151,7 +151,7 @@ class Deferral:
             self._lr_scale = self._next_lr_scale()
 
     def _can_decide_on_device(self) -> bool:
-        """A bad learning rate is known here, and is none of the numbers that the device looks at. The momentum of SGD is made
+        """A non-finite learning rate is known on the host and is not checked on the device. The momentum of SGD is made
         in a parameter's first step, out of uninitialised memory if that step is skipped on the device."""
         groups, state = self._step.optimizer.param_groups, self._step.optimizer.state
         if not all(map(math.isfinite, self._step.schedule.lrs)):

@@ -72,11 +72,11 @@ class Exchange:
         return [value]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank; the same answer on all. All ranks must ask."""
+        """Whether it is so on any rank; the same answer on all. Collective: every rank must call it."""
         return flag
 
     def mean(self, numbers: Tensor) -> Tensor:
-        """Over all ranks, equal on each, in one collective. NaN or Inf of any rank is every rank's."""
+        """Over all ranks, equal on each, in one collective. NaN or Inf on one rank becomes the result on all."""
         return numbers
 
     # ---- one step ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     forward … ─ last forward ─ send numbers (nobody waits) ─ backward ─ receive ─ judge the same numbers
 
-Every rank takes part in every exchange of gradients. One whose forward raised stands in with zeros, and all refuse the step;
+Every rank takes part in every exchange of gradients. A rank whose forward raised contributes zero gradients, and all refuse the step;
 one whose backward raised has already reported a finished forward, and stands in with NaN, which no guard lets pass.
 """
 
@@ -177,7 +177,7 @@ class JointExchange(Exchange):
         return JointMeasurement(numbers, on_device.grad_norm, on_device.window)
 
     def agree(self, step: Step, decision: Decision, view: StepView) -> Decision:
-        """What all ranks' guards say of a step that this rank's refuse. Every rank refuses it: they judge the same numbers."""
+        """Merges all ranks' decisions about a step that this rank refuses. Every rank refuses it: they judge the same numbers."""
         if decision.action is Action.COMMIT:
             return decision
         self.own_decision = decision
@@ -263,6 +263,7 @@ class JointExchange(Exchange):
         return NoWindow(error)
 
     def end_of_epoch(self, step: Step) -> None:
+        step.index = step.next_index
         if self._replicas is not None:
             self._replicas.begin()
         self._numbers.send(self.run, RankState.END)
@@ -294,6 +295,7 @@ class JointExchange(Exchange):
         if not self._needs_warm_up:
             return
         self._needs_warm_up = False
+        step.index = step.next_index
         step.transaction.begin(window)
         try:
             step.attempt(window)

@@ -74,7 +74,7 @@ class Step:
         self.audit = Audit(model, optimizer, self.transaction, ema)
         self.device = precision.device
         self.index = 0
-        """Of the step that was begun last."""
+        """Index of the step that was begun last."""
         self.num_pending = 0
         """Steps applied whose numbers the host does not know yet; the step being attempted comes after them."""
         self.careful_steps = 0
@@ -197,9 +197,8 @@ class Step:
             true_norm = gradients.overflow_free_norm(gradients.collect(self.parameters))
             if norm_overflow := true_norm is not None:
                 fields["grad_norm"] = true_norm
-        scaler_overflow = (
-            self.precision.name == "fp16" and math.isfinite(fields["loss"]) and not math.isfinite(fields["grad_norm"])
-        )
+        loss, norm = map(math.isfinite, (fields["loss"], fields["grad_norm"]))
+        scaler_overflow = self.precision.name == "fp16" and loss and not norm
         return StepView(
             step=self.index,
             epoch=self.history.epoch,
@@ -213,7 +212,7 @@ class Step:
         )
 
     def view_of_error(self, error: Exception, window: Sequence[Any]) -> StepView:
-        """Of a step whose forward or backward raised."""
+        """The view of a step whose forward or backward raised."""
         return StepView(
             step=self.index,
             epoch=self.history.epoch,
@@ -232,7 +231,9 @@ class Step:
         start = perf_counter()
         decision = self.guards.judge(view)
         self.history.guard_seconds += perf_counter() - start
-        if view.error is not None and not any(str(view.error) in v.reason for v in decision.verdicts.values()):
+        if view.error is not None and not any(
+            v.reason and str(view.error) in v.reason for v in decision.verdicts.values()
+        ):
             reason = f"{type(view.error).__name__}: {view.error}"
             refusal = Verdict(Action.SKIP, reason=reason, evidence={"signal": "exception", "value": math.nan})
             decision = merge([*decision.verdicts.items(), ("loop", refusal)])
@@ -284,7 +285,7 @@ class Step:
         self.guards.learn(view, decision)
         self.history.guard_seconds += perf_counter() - start
 
-    def ruined(self, view: StepView) -> Decision:
+    def refusal_of_ruined(self, view: StepView) -> Decision:
         """The refusal of a step whose update was taken back."""
         action = Action.SKIP if view.consecutive_refusals + 1 < 10 else Action.STOP
         reason = f"loss and gradient are finite, but the update by {type(self.optimizer).__name__} makes the state non-finite"

@@ -1,6 +1,6 @@
 """What a step may change before it is judged, and how that is undone.
 
-Weights, optimizer state, schedule, scaler and EMA move only in the trainer's commit. A forward pass, however, may do more
+Weights, optimizer state, schedule, scaler and EMA move only in `Step.commit`. A forward pass, however, may do more
 than compute: it writes buffers (BatchNorm statistics) and makes new ones, writes parameters (a codebook, the moving average
 of a teacher, weights that are clamped) and even its batch, switches modules between train and eval, and draws random numbers.
 """

@@ -50,16 +50,14 @@ class Evaluation:
         link: Link | None,
     ) -> None:
         self.stream, self._loop, self._step, self._link = stream, loop, step, link
-        self._evaluation_step = evaluation_step
-        self._evaluated_at = 0
-        """Committed steps at the last evaluation."""
+        self.evaluation_step = evaluation_step
 
-    def is_due(self, num_steps: int, epoch_ended: bool, run_ended: bool) -> bool:
-        self._evaluated_at = min(self._evaluated_at, num_steps)  # the run may have gone back
-        if self.stream is None or num_steps == self._evaluated_at:
+    def is_due(self, num_steps: int, evaluated_at: int, epoch_ended: bool, run_ended: bool) -> bool:
+        """`evaluated_at`: committed steps at the last evaluation."""
+        if self.stream is None or num_steps == evaluated_at:
             return False
         every = self._loop.eval_every
-        return run_ended or (epoch_ended if every is None else num_steps // every > self._evaluated_at // every)
+        return run_ended or (epoch_ended if every is None else num_steps // every > evaluated_at // every)
 
     def run(self, result: FitResult) -> tuple[dict[str, float], bool]:
         """The metrics, and whether they are the best so far. Leaves no trace in the training state."""
@@ -73,22 +71,13 @@ class Evaluation:
             finally:
                 step.transaction.restore()
         is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
-        self._evaluated_at = result.steps
         return metrics, is_best
 
     def _evaluate_batch(self, batch: Any) -> Any:
         # Not through the distributed wrapper: its collectives would have to match on all ranks.
         model = self._step.called if self._step.exchange.world_size == 1 else self._step.model
         with self._step.precision.autocast():
-            return self._evaluation_step(model, batch)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"eval_epoch": 0 if self.stream is None else self.stream.epoch, "evaluated_at": self._evaluated_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.stream is not None:
-            self.stream.epoch = state["eval_epoch"]
-        self._evaluated_at = state["evaluated_at"]
+            return self.evaluation_step(model, batch)
 
 
 def evaluate(

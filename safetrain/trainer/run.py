@@ -86,6 +86,8 @@ class Run:
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
+        self.evaluated_at = 0
+        """Committed steps at the last evaluation; fewer after a rollback to before it."""
         self._losses = array("d")
 
     def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
@@ -256,7 +258,7 @@ class Run:
 
     def note_unlogged(self, names: list[str]) -> None:
         """Say once what `training_step` returned that is no metric; empties the list."""
-        self.telemetry.noted(f"not logged, being no numbers: {', '.join(names)} (returned by training_step)")
+        self.telemetry.noted(f"not logged, because not numeric: {', '.join(names)} (returned by training_step)")
         names.clear()
 
     def trail(self) -> int:
@@ -385,11 +387,13 @@ class Run:
         self.result.rollbacks += 1
         self.result.steps_undone += self.result.steps - num_committed
         self.result.steps = num_committed
+        self.evaluated_at = min(self.evaluated_at, num_committed)
         self.history.rolled_back()
         self.telemetry.rolled_back(to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         record = {"step": self.step, **metrics}
+        self.evaluated_at = self.result.steps
         self.result.evaluations.append(record)
         if is_best:
             self.result.best = record

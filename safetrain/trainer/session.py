@@ -43,7 +43,8 @@ class Progress:
         exchange = self._step.exchange
         return {
             "data": self._stream.state_dict(),
-            **self._evaluation.state_dict(),
+            "eval_epoch": 0 if self._evaluation.stream is None else self._evaluation.stream.epoch,
+            "evaluated_at": self._run.evaluated_at,
             "run": self._run.state_dict(),
             "ladder": self.recovery.ladder.state_dict(),
             "bench": self.recovery.state_dict(),
@@ -53,7 +54,9 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state["data"])
-        self._evaluation.load_state_dict(state)
+        if self._evaluation.stream is not None:
+            self._evaluation.stream.epoch = state["eval_epoch"]
+        self._run.evaluated_at = state["evaluated_at"]
         self._run.load_state_dict(state["run"])
         self.recovery.ladder.load_state_dict(state["ladder"])
         self.recovery.load_state_dict(state["bench"])

@@ -148,7 +148,7 @@ class SafeTrainer(TrainerHooks):
             return None
         if step.unlogged:
             self.run.note_unlogged(step.unlogged)
-        if self._session.deferral.is_on and self._session.deferral.takes(window, measurement):
+        if self._session.deferral.is_on and self._session.deferral.apply_if_decidable(window, measurement):
             return self._session.deferral.settle_if_full(self._committed_late, self._refused_late, self.run.stepped)
         if step.num_pending and self._settle():  # the rollback has replaced the weights it was computed with
             step.clear_gradients()
@@ -161,7 +161,7 @@ class SafeTrainer(TrainerHooks):
                 return self._committed(view, decision, step.transaction.window_before(window))
             if outcome is Outcome.OVERFLOWED:
                 return self.run.stepped(view, decision, "overflow")
-            decision = step.ruined(view)
+            decision = step.refusal_of_ruined(view)
         step.undo(view.loss_scale)
         self._conclude(self._session.recovery.resolve(view, decision, window, step.transaction.random_state))
 
@@ -188,7 +188,7 @@ class SafeTrainer(TrainerHooks):
         if not exchange.explains(step, view):
             if exchange.failed_together:  # all ranks are still there, so what was learned is saved, before this window
                 self.stream.num_consumed -= len(window)
-                self._save()
+                self._session.checkpoints.save()
             return False
         if went_back:
             self.run.stepped(view, UNDONE, "rollback")
@@ -201,8 +201,12 @@ class SafeTrainer(TrainerHooks):
 
     def _conclude(self, case: RefusedStep) -> Action:
         """Record the outcome of a refused step and call `on_incident`. Raises TrainingStopped on a stop."""
-        if case.committed is not None:
-            self._committed(*case.committed, self.stepper.transaction.window_before(case.window))
+        if case.applied is not None:
+            view, decision, window = case.applied
+            if view.scaler_overflow:
+                self.run.stepped(view, decision, "overflow")
+            else:
+                self._committed(view, decision, self.stepper.transaction.window_before(window))
         if case.resolution is None:
             return Action.COMMIT
         self.run.close_incident(case)
@@ -213,6 +217,8 @@ class SafeTrainer(TrainerHooks):
 
     def _recover_state(self, verdict: Verdict) -> None:
         """Between two steps the state was found to be wrong: go back, or stop."""
+        if self._settle():
+            return  # back before it already
         self.stepper.transaction.begin()
         view = self.run.view_between_steps(self.stream.epoch)
         self._conclude(self._session.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
@@ -245,6 +251,7 @@ class SafeTrainer(TrainerHooks):
         step = self.stepper
         # These may have been set on this instance.
         step.training_step, step.schedule.scheduler = self.training_step, self.scheduler
+        self.evaluation.evaluation_step = self.evaluation_step
         self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
         parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
         with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
@@ -293,12 +300,12 @@ class SafeTrainer(TrainerHooks):
         self._evaluate_if_due(epoch_ended=True)
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
-        evaluation, result = self.evaluation, self._session.run.result
+        evaluation, run, result = self.evaluation, self._session.run, self._session.run.result
         if evaluation.stream is None:
             return
-        if evaluation.is_due(result.steps + self.stepper.num_pending, epoch_ended, run_ended):
+        if evaluation.is_due(result.steps + self.stepper.num_pending, run.evaluated_at, epoch_ended, run_ended):
             self._settle()  # some of the pending steps may turn out to have been refused
-        if not evaluation.is_due(result.steps, epoch_ended, run_ended):
+        if not evaluation.is_due(result.steps, run.evaluated_at, epoch_ended, run_ended):
             return
         try:
             with self.run.phase("evaluation", "evaluating"):

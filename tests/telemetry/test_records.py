@@ -109,7 +109,7 @@ def test_values_that_cannot_be_logged_are_reported_once(train):
     result = train(data=make_batches(4), loss_fn=loss_fn, loop={"grad_accum": 2}).fit()
     lines = lines_of(result.run_dir)
     assert [line["text"] for line in lines if line["event"] == "note" and "not logged" in line["text"]] == [
-        "not logged, being no numbers: logits, by_class (returned by training_step)"
+        "not logged, because not numeric: logits, by_class (returned by training_step)"
     ]
     assert all(line["metrics"] == {"size": 3.0} for line in lines if line["event"] == "step")
 
