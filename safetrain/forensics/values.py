@@ -84,6 +84,22 @@ def bad_positions(tensor: Tensor) -> Tensor | None:
     return ~torch.isfinite(tensor)
 
 
+def values_at(tensor: Tensor, positions: Tensor) -> Tensor | None:
+    """The values at the marked positions of a result; None for an operand of another shape, which has none there."""
+    try:
+        return torch.broadcast_to(tensor, positions.shape)[positions]
+    except RuntimeError:
+        return None
+
+
+def marked_rows(positions: Tensor) -> list[int]:
+    """Indices of the first dimension under which any position is marked."""
+    rows: list[int] = (
+        positions.reshape(len(positions), -1).any(1).nonzero().flatten().tolist() if positions.numel() else []
+    )
+    return rows
+
+
 def statistics(name: str, tensor: Tensor) -> dict[str, Any]:
     """As in `origin.inputs` of an incident. `smallest` is the smallest non-zero magnitude."""
     result: dict[str, Any] = {
