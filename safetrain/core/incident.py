@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import plain
+from .files import as_number, plain
 from .numbers import amount, exact
 
 SCHEMA = 1
@@ -122,6 +122,14 @@ class Incident:
             del fields["ranks"]
         result: dict[str, Any] = plain({"schema": fields.pop("schema"), "id": self.id, **fields})
         return result
+
+    def restore_numbers(self) -> None:
+        """Of an incident that was read from JSON: non-finite numbers were strings there."""
+        self.trigger.value = as_number(self.trigger.value)
+        for remedy in self.remedies:
+            remedy.loss = as_number(remedy.loss)
+        for operand in (*self.origin.inputs, *self.origin.outputs):
+            operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
 
     def headline(self) -> str:
         return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
