@@ -123,14 +123,6 @@ class Incident:
         result: dict[str, Any] = plain({"schema": fields.pop("schema"), "id": self.id, **fields})
         return result
 
-    def restore_numbers(self) -> None:
-        """Of an incident that was read from JSON: non-finite numbers were strings there."""
-        self.trigger.value = as_number(self.trigger.value)
-        for remedy in self.remedies:
-            remedy.loss = as_number(remedy.loss)
-        for operand in (*self.origin.inputs, *self.origin.outputs):
-            operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
-
     def headline(self) -> str:
         return f"{self.decision.action} at step {self.step}: {'; '.join(self.decision.reasons)}"
 
@@ -176,3 +168,12 @@ CONSEQUENCE_FOR_STATE = {
     "rollback": "the state after this step is bad; rolled back to a good one",
     "stop": "the state after this step is bad and was not saved; the run is stopped",
 }
+
+
+def restore_numbers(incident: Incident) -> None:
+    """Of an incident that was read from JSON: non-finite numbers were strings there."""
+    incident.trigger.value = as_number(incident.trigger.value)
+    for remedy in incident.remedies:
+        remedy.loss = as_number(remedy.loss)
+    for operand in (*incident.origin.inputs, *incident.origin.outputs):
+        operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.plain import rebuild, to_loadable
 from ..core.files import replacing, to_json, write_text
-from ..core.incident import SCHEMA, Incident
+from ..core.incident import SCHEMA, Incident, restore_numbers
 from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
 from ..forensics.patches import Patches
@@ -231,5 +231,5 @@ def incident_from(fields: dict[str, Any]) -> Incident:
     if fields.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {fields.get('schema')!r}, and this safetrain knows {SCHEMA}")
     incident = rebuild(Incident, {name: value for name, value in fields.items() if name != "id"})
-    incident.restore_numbers()
+    restore_numbers(incident)
     return incident

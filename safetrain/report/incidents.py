@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
 
 MAX_WHOLE = 60
 """Incidents that are shown in full: the first ones, the first one at every further place, and the last."""
@@ -143,7 +143,7 @@ def incident_from(found: dict[str, Any]) -> Incident:
         str(found.get("fix") or ""),
         _part(Replay(), found.get("replay")),
     )
-    incident.restore_numbers()
+    restore_numbers(incident)
     incident.decision.reasons = [str(reason) for reason in incident.decision.reasons or []]
     origin = incident.origin
     origin.line = None if origin.line is None else int(origin.line)
