@@ -129,3 +129,9 @@ _ALL = (
     RootCause(UNKNOWN, "", "no rule explains this; look at the operands and at the remedies that worked"),
 )
 CAUSES = {cause.label: cause for cause in _ALL}
+SAFE_CALLS = {
+    "log": "safe.log({})", "log2": "safe.log({}) / math.log(2)", "log10": "safe.log({}) / math.log(10)", "log1p": "safe.log(1 + {})",
+    "sqrt": "safe.sqrt({})", "rsqrt": "1 / safe.sqrt({})", "reciprocal": "safe.div(1, {})", "acos": "safe.acos({})",
+    "arccos": "safe.acos({})", "asin": "safe.asin({})", "arcsin": "safe.asin({})", "atanh": "safe.atanh({})", "arctanh": "safe.atanh({})",
+}  # fmt: skip
+"""By the name of an operation of one operand: the same with `safetrain.safe`."""

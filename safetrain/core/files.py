@@ -26,6 +26,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def as_number(value: Any) -> Any:
+    """What `plain` was given, if it was a number."""
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), allow_nan=False, indent=indent)
 

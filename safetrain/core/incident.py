@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import plain
+from .files import as_number, plain
 from .numbers import amount, exact
 
 SCHEMA = 1
@@ -168,3 +168,12 @@ CONSEQUENCE_FOR_STATE = {
     "rollback": "the state after this step is bad; rolled back to a good one",
     "stop": "the state after this step is bad and was not saved; the run is stopped",
 }
+
+
+def restore_numbers(incident: Incident) -> None:
+    """Of an incident that was read from JSON: non-finite numbers were strings there."""
+    incident.trigger.value = as_number(incident.trigger.value)
+    for remedy in incident.remedies:
+        remedy.loss = as_number(remedy.loss)
+    for operand in (*incident.origin.inputs, *incident.origin.outputs):
+        operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})

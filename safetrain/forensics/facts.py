@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .histogram import histogram
 from .schemas import schema_of
-from .values import FINITE, bad_positions, kind_of, numbers, statistics
+from .values import FINITE, bad_positions, kind_of, marked_rows, numbers, statistics, values_at
 
 MAX_ROWS = 4096
 MAX_HISTOGRAMS = 4
@@ -27,9 +27,6 @@ class AtBad:
 
     count: int
     zeros: int
-    negatives: int
-    infinite: int
-    largest: float
     smallest: float
 
 
@@ -38,7 +35,6 @@ class Facts:
     inputs: list[dict[str, Any]]
     outputs: list[dict[str, Any]]
     at_bad: dict[str, AtBad] = field(default_factory=dict)
-    num_bad: int = 0
     rows: list[int] = field(default_factory=list)
     """Indices of the first dimension of the output with a bad value."""
     num_rows: int = 0
@@ -83,8 +79,7 @@ def examine(
     for argument, tensor in operands.items():
         mask = bad_positions(tensor)
         if mask is not None and mask.dim() and mask.numel():
-            rows = mask.reshape(mask.shape[0], -1).any(1).nonzero().flatten().tolist()
-            facts.operand_rows[argument] = (rows[:MAX_ROWS], mask.shape[0])
+            facts.operand_rows[argument] = (marked_rows(mask)[:MAX_ROWS], mask.shape[0])
     _repeat_in_fp64(func, args, kwargs, operands, facts)
     _look_at_special_ops(name, args, kwargs, operands, worst, facts)
     return facts
@@ -101,39 +96,20 @@ def zero_where_bad(operands: Sequence[tuple[str, Tensor]], output: Tensor) -> fr
     bad = bad_positions(output)
     if bad is None:
         return frozenset()
-    found = set()
-    for name, tensor in operands:
-        try:
-            if not bool(torch.broadcast_to(tensor, bad.shape)[bad].any()):
-                found.add(name)
-        except RuntimeError:  # of another shape, or sparse
-            continue
-    return frozenset(found)
+    values = ((name, values_at(tensor, bad)) for name, tensor in operands)
+    return frozenset(name for name, at_bad in values if at_bad is not None and not bool(at_bad.any()))
 
 
 def _measure_at(bad: Tensor, operands: Mapping[str, Tensor], facts: Facts) -> None:
-    facts.num_bad = int(bad.sum())
     if bad.dim():
-        rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.numel() else []
-        facts.rows, facts.num_rows = rows[:MAX_ROWS], bad.shape[0]
+        facts.rows, facts.num_rows = marked_rows(bad)[:MAX_ROWS], bad.shape[0]
     for argument, tensor in operands.items():
         values = numbers(tensor)
         if values is None or tensor.is_complex() or tensor.layout is not torch.strided:
             continue
-        try:
-            values = torch.broadcast_to(values, bad.shape)[bad]
-        except RuntimeError:  # an operand of another shape has no values at those positions
-            continue
-        if values.numel():
-            magnitudes = values.abs()
-            facts.at_bad[argument] = AtBad(
-                values.numel(),
-                int((values == 0).sum()),
-                int((values < 0).sum()),
-                int(torch.isinf(values).sum()),
-                float(magnitudes.max()),
-                float(magnitudes.min()),
-            )
+        values = values_at(values, bad)
+        if values is not None and values.numel():
+            facts.at_bad[argument] = AtBad(values.numel(), int((values == 0).sum()), float(values.abs().min()))
 
 
 def _repeat_in_fp64(

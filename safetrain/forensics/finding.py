@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from ..core.incident import Origin
 from ..precision.autocast import LOW_PRECISION
 from .facts import Facts
@@ -118,11 +116,11 @@ def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
     if trace.loss_region is None:
         return None
     provenance = Provenance(trace.tracer, trace.leaves)
-    behind_loss = provenance.events_behind(trace.loss_region)
+    storages, behind_loss = provenance.behind(trace.loss_region)
     for name, (region, kind) in trace.bad_buffers.items():
-        if not provenance.feeds({region.storage}, trace.loss_region):
-            if not (provenance.feeds({region.storage}, region) and _is_used(name, trace, behind_loss, replayer)):
-                continue
+        is_running = region.storage in provenance.behind(region)[0]
+        if region.storage not in storages and not (is_running and _is_used(name, trace, behind_loss, replayer)):
+            continue
         finding = _finding(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
         if finding is not None:
             finding.owner = finding.owner or name
@@ -319,19 +317,9 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
     finding.phase = "params"
     finding.op = leaf.kind if leaf.kind != "outside" else "tensor"
     owner, _, finding.name = leaf.name.rpartition(".")
-    if leaf.kind == "outside":
-        finding.module = LOSS
-    else:
-        finding.module = owner
-        finding.module_type = _type_of(replayer.model, owner)
+    finding.module = LOSS if leaf.kind == "outside" else owner
+    finding.module_type = replayer.module_type(finding.module)
     return finding
-
-
-def _type_of(model: nn.Module, path: str) -> str | None:
-    try:
-        return type(model.get_submodule(path)).__name__
-    except AttributeError:
-        return None
 
 
 def _listed(names: dict[str, tuple[Region, int]]) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from ..core.causes import CAUSES
+from ..core.causes import CAUSES, SAFE_CALLS
 from ..core.incident import Cause, Remedy
 from .finding import Finding
 
 # By the name of the op at that line.
-_SAFE = {
-    "log": "safe.log(x)", "log2": "safe.log(x) / math.log(2)", "log10": "safe.log(x) / math.log(10)", "log1p": "safe.log(1 + x)", "xlogy": "safe.log(y)",
-    "div": "safe.div(x, y)", "reciprocal": "safe.div(1, x)", "sqrt": "safe.sqrt(x)", "rsqrt": "1 / safe.sqrt(x)",
-    "pow": "safe.pow(x, p)", "exp": "safe.exp(x)", "exp2": "safe.exp(x)", "expm1": "safe.exp(x)",
+_SAFE = {name: call.format("x") for name, call in SAFE_CALLS.items()} | {
+    "xlogy": "safe.log(y)", "div": "safe.div(x, y)", "pow": "safe.pow(x, p)", "exp": "safe.exp(x)", "exp2": "safe.exp(x)", "expm1": "safe.exp(x)",
     "softmax": "safe.softmax(x, mask=mask)", "log_softmax": "safe.log_softmax(x, mask=mask)", "norm": "safe.norm(x)",
     "binary_cross_entropy": "safe.bce(logits, y)", "mean": "safe.masked_mean(x, mask)", "nanmean": "safe.masked_mean(x, mask)",
-    "std": "safe.std(x)", "var": "safe.std(x)", "acos": "safe.acos(x)", "asin": "safe.asin(x)", "atanh": "safe.atanh(x)",
-    "arccos": "safe.acos(x)", "arcsin": "safe.asin(x)", "arctanh": "safe.atanh(x)", "multi_head_attention_forward": "safe.softmax(x, mask=mask)",
+    "std": "safe.std(x)", "var": "safe.std(x)", "multi_head_attention_forward": "safe.softmax(x, mask=mask)",
     "normalize": "safe.normalize(x)", "cosine_similarity": "safe.cosine_similarity(a, b)",
 }  # fmt: skip
 

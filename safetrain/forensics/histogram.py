@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .values import numbers
+from .values import numbers, values_at
 
 NUM_BINS = 32
 LARGEST = 2**22
@@ -35,9 +35,8 @@ def histogram(tensor: Tensor, bad: Tensor | None = None) -> dict[str, Any] | Non
     if stride > 1:
         result["every"] = stride
     if bad is not None and tensor.layout is torch.strided:
-        try:
-            at_bad = torch.broadcast_to(values, bad.shape)[bad]
-        except RuntimeError:  # an operand of another shape has no values at those positions
+        at_bad = values_at(values, bad)
+        if at_bad is None:
             return result
         result["zeros_at_bad"] = int((at_bad == 0).sum())
         result["at_bad"] = _counts(_countable(at_bad[:: max(1, math.ceil(at_bad.numel() / LARGEST))]), edges)

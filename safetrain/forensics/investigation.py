@@ -123,7 +123,8 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
                 raise RuntimeError(
                     f"operations cannot be traced: {TRACING.failure}; safetrain env says what that needs"
                 )
-            diagnosis = _in_sandbox(step, effort or Effort())
+            with Replayer(step) as replayer:
+                diagnosis = _diagnose(replayer, effort or Effort())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         explanation = (
@@ -141,11 +142,6 @@ def _stays_finite(step: Step) -> bool:
             return replayer.plain().finite
     except Exception:  # whatever the step raises, it is not finite
         return False
-
-
-def _in_sandbox(step: Step, effort: Effort) -> Diagnosis:
-    with Replayer(step) as replayer:
-        return _diagnose(replayer, effort)
 
 
 def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:

@@ -56,9 +56,9 @@ class Provenance:
         self._tracer = tracer
         self._leaves = leaves
 
-    def origins(self, region: Region, kind: int, before: int = EVERYTHING) -> list[Blame]:
+    def origins(self, region: Region, kind: int) -> list[Blame]:
         """Everything that a bad value in this region comes from, earliest first."""
-        return sorted(self._walk([_Wanted(region, before, kind, None)], set()), key=lambda blame: blame.order)
+        return sorted(self._walk([_Wanted(region, EVERYTHING, kind, None)], set()), key=lambda blame: blame.order)
 
     def _walk(self, todo: list[_Wanted], seen: set[tuple[int, int]]) -> list[Blame]:
         found: list[Blame] = []
@@ -120,12 +120,12 @@ class Provenance:
 
     # ---- questions about finite values -----------------------------------------------------------------------------
 
-    def is_masked_upstream(self, event: Event, argument: str, depth: int = 8) -> bool:
+    def is_masked_upstream(self, event: Event, argument: str) -> bool:
         """Is this operand of a backward op a gradient that a masking op (where, indexing, clamp) has zeroed?"""
         regions = [(access.region, event.index) for access in event.reads if access.name == argument]
         begin = self._begin_of_backward(event)
         seen = set()
-        for _ in range(depth):
+        for _ in range(8):
             following = []
             for region, before in regions:
                 writer = self._tracer.writer(region, before, FINITE)
@@ -159,15 +159,8 @@ class Provenance:
                 return True
         return False
 
-    def feeds(self, sources: set[int], sink: Region) -> bool:
-        """Does anything stored in these storages before the step flow into the sink, finite or not?"""
-        return bool(sources & self._reached(sink)[0])
-
-    def events_behind(self, sink: Region) -> set[int]:
-        """Indices of all ops that the sink depends on."""
-        return self._reached(sink)[1]
-
-    def _reached(self, sink: Region) -> tuple[set[int], set[int]]:
+    def behind(self, sink: Region) -> tuple[set[int], set[int]]:
+        """What the sink depends on, finite or not: the storages that were written before the step, and the indices of the ops."""
         storages: set[int] = set()
         seen: set[int] = set()
         todo = [(sink, EVERYTHING)]

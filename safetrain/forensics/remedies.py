@@ -74,7 +74,7 @@ class Trials:
         return self.replayer.step.optimizer if self.finding.phase == "optimizer" else None
 
     def update(self, name: str, detail: str, change: AbstractContextManager[Any]) -> Remedy:
-        """The step as it was, and its update with this change."""
+        """The step as it was, and its update with this change. What the change does to the optimizer is undone with the update."""
         result = self.replayer.plain()
         finite = result.finite and update_is_finite(self.replayer, [change])
         return Remedy(name, finite, result.loss_value, detail)
@@ -330,28 +330,19 @@ def _repaired(models: list[nn.Module], whole: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _group_option(optimizer: torch.optim.Optimizer, key: str, value: float) -> Iterator[None]:
-    saved = [group[key] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group[key] = value
-    try:
-        yield
-    finally:
-        for group, old in zip(optimizer.param_groups, saved, strict=True):
-            group[key] = old
+    yield
 
 
 @contextmanager
 def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    state, optimizer.state = optimizer.state, defaultdict(dict)
-    try:
-        yield
-    finally:
-        optimizer.state = state
+    optimizer.state = defaultdict(dict)
+    yield
 
 
 @contextmanager
 def _gradient_of_norm_1(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Not undone here: `undone` restores the gradients after the update."""
     gradients = collect([p for group in optimizer.param_groups for p in group["params"]])
     norm = overflow_free_norm(gradients)
     if norm is not None and norm > 1.0:

@@ -102,6 +102,10 @@ class Replayer:
     def __exit__(self, *_: object) -> None:
         self.sandbox.leave()
 
+    def module_type(self, path: str) -> str | None:
+        module = dict(self.model.named_modules()).get(path)
+        return None if module is None else type(module).__name__
+
     # ---- plain -----------------------------------------------------------------------------------------------------
 
     def plain(

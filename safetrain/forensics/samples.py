@@ -13,7 +13,7 @@ from ..core import progress
 from .finding import Finding
 from .replay import Replayer, Result, named_fields
 from .samples_of import batch_size, select
-from .values import bad_positions
+from .values import bad_positions, marked_rows
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ def _read_off(finding: Finding, batch: Any, size: int) -> Iterator[list[int]]:
         tensor = dict(named_fields(batch)).get(finding.blame.leaf.name)
         mask = None if tensor is None else bad_positions(tensor)
         if mask is not None and mask.dim() and mask.shape[0] == size:
-            yield mask.reshape(size, -1).any(1).nonzero().flatten().tolist()
+            yield marked_rows(mask)
     for event in (finding.event, finding.blame.conversion):
         facts = None if event is None else event.facts
         if facts is None:

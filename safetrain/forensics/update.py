@@ -132,8 +132,7 @@ def _finding(
             finding.name = "step"
     finding.owner = name.partition(" ")[0]
     finding.module = LOSS if finding.owner.startswith(LOSS) else finding.owner.rpartition(".")[0]
-    owner = dict(replayer.model.named_modules()).get(finding.module)
-    finding.module_type = None if owner is None else type(owner).__name__
+    finding.module_type = replayer.module_type(finding.module)
     return finding
 
 

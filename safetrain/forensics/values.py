@@ -15,11 +15,6 @@ FINITE, INF, NAN = 0, 1, 2
 """Kinds of tensors, in order of badness: a tensor with both Inf and NaN is NAN."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-)
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
@@ -39,7 +34,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point():
         return None
-    return tensor.float() if tensor.dtype in _FLOAT8 else tensor
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -79,9 +74,23 @@ def bad_positions(tensor: Tensor) -> Tensor | None:
     tensor = unwrapped(tensor).detach()
     if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    if tensor.dtype in _FLOAT8:
-        tensor = tensor.float()
-    return ~torch.isfinite(tensor)
+    return ~torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
+
+
+def values_at(tensor: Tensor, positions: Tensor) -> Tensor | None:
+    """The values at the marked positions of a result; None for an operand of another shape, which has none there."""
+    try:
+        return torch.broadcast_to(tensor, positions.shape)[positions]
+    except RuntimeError:
+        return None
+
+
+def marked_rows(positions: Tensor) -> list[int]:
+    """Indices of the first dimension under which any position is marked."""
+    rows: list[int] = (
+        positions.reshape(len(positions), -1).any(1).nonzero().flatten().tolist() if positions.numel() else []
+    )
+    return rows
 
 
 def statistics(name: str, tensor: Tensor) -> dict[str, Any]:

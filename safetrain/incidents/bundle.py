@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.plain import rebuild, to_loadable
 from ..core.files import replacing, to_json, write_text
-from ..core.incident import SCHEMA, Incident
+from ..core.incident import SCHEMA, Incident, restore_numbers
 from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
 from ..forensics.patches import Patches
@@ -228,17 +227,9 @@ def read_incident(directory: Path) -> Incident:
 
 
 def incident_from(fields: dict[str, Any]) -> Incident:
-    """From what `Incident.to_dict` gave; numbers that JSON has no place for were strings."""
+    """From what `Incident.to_dict` gave."""
     if fields.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {fields.get('schema')!r}, and this safetrain knows {SCHEMA}")
     incident = rebuild(Incident, {name: value for name, value in fields.items() if name != "id"})
-    incident.trigger.value = _number(incident.trigger.value)
-    for remedy in incident.remedies:
-        remedy.loss = _number(remedy.loss)
-    for operand in (*incident.origin.inputs, *incident.origin.outputs):
-        operand.update({key: _number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
+    restore_numbers(incident)
     return incident
-
-
-def _number(value: Any) -> Any:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value

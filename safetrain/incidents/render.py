@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -305,20 +306,19 @@ _COLUMNS = ("name", "shape", "dtype", "min", "max", "zeros", "negatives", "nan",
 
 
 def _operand_table(operands: list[dict[str, Any]]) -> str:
-    if not operands:
-        return ""
-    rows = [" | ".join(_cell(operand.get(column)) for column in _COLUMNS) for operand in operands]
-    return "\n".join([f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}", *(f"| {row} |" for row in rows)])
+    return _table(_COLUMNS, [[operand.get(column) for column in _COLUMNS] for operand in operands])
 
 
 def _remedy_table(incident: Incident) -> str:
-    if not incident.remedies:
-        return ""
-    rows = [
-        f"| {_cell(r.name)} | {'yes' if r.finite else 'no'} | {_cell(r.loss)} | {_cell(r.detail)} |"
-        for r in incident.remedies
+    tried = [
+        [remedy.name, "yes" if remedy.finite else "no", remedy.loss, remedy.detail] for remedy in incident.remedies
     ]
-    return "\n".join(["| tried | finite | loss | what |", "|---|---|---|---|", *rows])
+    return _table(("tried", "finite", "loss", "what"), tried)
+
+
+def _table(columns: Sequence[str], rows: list[list[Any]]) -> str:
+    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return "\n".join([*head, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]) if rows else ""
 
 
 def _cell(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Runs the step of an incident's bundle again, and compares what happens with what was recorded.
 
-from safetrain.bundle import read_bundle
-from safetrain.replaying import replay
+from safetrain.incidents.bundle import read_bundle
+from safetrain.incidents.replay import replay
 
 replayed = replay(read_bundle("runs/first/incidents/step-000042"), model, loss_fn)
 print(replayed.verdict, replayed.incident.render())
@@ -188,7 +188,8 @@ def _compared(recorded: Incident, diagnosis: Diagnosis, notes: list[str]) -> Rep
         rank=recorded.rank,
     )
     diagnosis.fill(found)
-    was_bad = recorded.origin.phase != "unknown" or _is_bad(recorded.trigger.value)
+    value = recorded.trigger.value
+    was_bad = recorded.origin.phase != "unknown" or (isinstance(value, float) and not math.isfinite(value))
     if diagnosis.healthy and was_bad:
         if recorded.replay.reproduced is False:
             notes = [*notes, "it did not happen again in the run either: a transient fault"]
@@ -213,7 +214,3 @@ def _differences(recorded: Incident, found: Incident) -> list[str]:
         ("samples", recorded.samples, found.samples),
     ]
     return [f"{what}: {now} now, {then} recorded" for what, then, now in pairs if then != now]
-
-
-def _is_bad(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

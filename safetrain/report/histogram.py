@@ -47,16 +47,9 @@ def histogram(operand: dict[str, Any], name: str) -> str:
             axis.bar([position], [special.count], width=2.2, align="edge", color=svg.COLOURS["first"], alpha=0.75)
             if special.num_bad:
                 axis.bar([position], [special.num_bad], width=2.2, align="edge", color=svg.COLOURS["bad"])
-            axis.text(
-                position + 1.1,
-                special.count,
-                f"{special.count:,}",
-                ha="center",
-                va="bottom",
-                fontsize=11,
-                color=svg.INK,
-            )
-            ticks.append((position + 1.1, special.label))
+            middle = position + 1.1
+            axis.text(middle, special.count, f"{special.count:,}", ha="center", va="bottom", fontsize=11, color=svg.INK)
+            ticks.append((middle, special.label))
         _finish(axis, ticks, [*counts, *(special.count for special in specials)])
         return svg.render(drawn, name, f"Histogram of {operand['name']}")
 
@@ -74,18 +67,15 @@ def _bars(operand: dict[str, Any]) -> tuple[list[int], list[int], list[float]] |
 
 def _specials(operand: dict[str, Any]) -> list[Special]:
     found = operand.get("histogram")
-    zeros_at_bad = found.get("zeros_at_bad", 0) if isinstance(found, dict) else 0
-    bars = [Special("0", _count(operand, "zeros"), min(_count(operand, "zeros"), _whole(zeros_at_bad)))]
+    zeros, zeros_at_bad = _count(operand, "zeros"), _count(found, "zeros_at_bad")
+    bars = [Special("0", zeros, min(zeros, zeros_at_bad))]
     for key, label in (("nan", "NaN"), ("neg_inf", "−inf"), ("inf", "+inf")):
-        bars.append(Special(label, _count(operand, key), _count(operand, key)))
+        bars.append(Special(label, count := _count(operand, key), count))
     return [bar for bar in bars if bar.count > 0]
 
 
-def _count(operand: dict[str, Any], key: str) -> int:
-    return _whole(operand.get(key))
-
-
-def _whole(value: Any) -> int:
+def _count(found: Any, key: str) -> int:
+    value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, int) else 0
 
 
@@ -94,12 +84,8 @@ def _ticks(edges: list[float]) -> list[tuple[float, str]]:
         return []
     if edges[0] == edges[-1]:
         return [(0.46, f"{edges[0]:.3g}")]
-    wanted = {round(i * (len(edges) - 1) / 4) for i in range(5)}
-    shown = []
-    for index in sorted(wanted):
-        label = f"{edges[index]:.3g}"
-        shown.append((float(index), label.replace("-", "−")))
-    return shown
+    wanted = sorted({round(i * (len(edges) - 1) / 4) for i in range(5)})
+    return [(float(index), f"{edges[index]:.3g}".replace("-", "−")) for index in wanted]
 
 
 def _finish(axis: Axes, ticks: list[tuple[float, str]], counts: list[int]) -> None:

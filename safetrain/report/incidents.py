@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
 
 MAX_WHOLE = 60
 """Incidents that are shown in full: the first ones, the first one at every further place, and the last."""
@@ -143,17 +143,14 @@ def incident_from(found: dict[str, Any]) -> Incident:
         str(found.get("fix") or ""),
         _part(Replay(), found.get("replay")),
     )
-    incident.trigger.value = as_number(incident.trigger.value)
+    restore_numbers(incident)
     incident.decision.reasons = [str(reason) for reason in incident.decision.reasons or []]
-    for remedy in incident.remedies:
-        remedy.loss = as_number(remedy.loss)
     origin = incident.origin
     origin.line = None if origin.line is None else int(origin.line)
     for name in ("phase", "op", "name", "module", "module_type", "file", "code"):
         if (value := getattr(origin, name)) is not None:
             setattr(origin, name, str(value))
     for operand in (*origin.inputs, *origin.outputs):
-        operand.update({key: as_number(operand[key]) for key in ("min", "max", "smallest") if key in operand})
         operand["name"] = str(operand.get("name", ""))
     return incident
 
@@ -172,8 +169,3 @@ def step_number(value: Any) -> int:
     if not 0 <= step < 2**53:
         raise ValueError(f"{value!r} is not a step")
     return step
-
-
-def as_number(value: Any) -> Any:
-    """NaN and Inf are strings in JSON."""
-    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -7,21 +7,8 @@ from __future__ import annotations
 
 import ast
 
-_CALLS = {
-    "log": "safe.log({})",
-    "log2": "safe.log({}) / math.log(2)",
-    "log10": "safe.log({}) / math.log(10)",
-    "log1p": "safe.log(1 + {})",
-    "sqrt": "safe.sqrt({})",
-    "rsqrt": "1 / safe.sqrt({})",
-    "reciprocal": "safe.div(1, {})",
-    "acos": "safe.acos({})",
-    "arccos": "safe.acos({})",
-    "asin": "safe.asin({})",
-    "arcsin": "safe.asin({})",
-    "atanh": "safe.atanh({})",
-    "arctanh": "safe.atanh({})",
-}
+from ..core.causes import SAFE_CALLS
+
 _OPERATORS: dict[str, tuple[type[ast.operator], str]] = {
     "div": (ast.Div, "safe.div({}, {})"),
     "reciprocal": (ast.Div, "safe.div({}, {})"),  # 1 / x is dispatched as reciprocal
@@ -74,9 +61,9 @@ def _safe_form(node: ast.AST, operation: str, text: str) -> str:
     if any(isinstance(operand, ast.Starred) for operand in operands):
         return ""
     sources = [_source(operand, text) for operand in operands]
-    if len(operands) == 1 and operation in _CALLS:
-        needs_brackets = "1 + " in _CALLS[operation] and not isinstance(operands[0], (ast.Name, ast.Call))
-        return _CALLS[operation].format(f"({sources[0]})" if needs_brackets else sources[0])
+    if len(operands) == 1 and operation in SAFE_CALLS:
+        needs_brackets = "1 + " in SAFE_CALLS[operation] and not isinstance(operands[0], (ast.Name, ast.Call))
+        return SAFE_CALLS[operation].format(f"({sources[0]})" if needs_brackets else sources[0])
     return _METHODS_OF_TWO[operation].format(*sources) if len(operands) == 2 and operation in _METHODS_OF_TWO else ""
 
 

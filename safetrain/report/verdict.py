@@ -6,8 +6,8 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass
 
+from ..core.files import as_number
 from ..core.numbers import duration_in_words, typographic
-from .incidents import as_number
 from .run import RunHistory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from ..core.causes import CAUSES
 from ..core.incident import CONSEQUENCE, Incident
-from ..incidents.render import headline, printable, replayed, source_lines
+from ..incidents.render import as_typed, headline, printable, replayed, source_lines
 from .histogram import histogram, is_drawable
 from .incidents import label_of, place_of
 from .rewriting import rewritten
@@ -73,10 +72,7 @@ class IncidentView:
     @property
     def address(self) -> str:
         """File and line, relative if it is below the current directory."""
-        origin = self.incident.origin
-        file = origin.file or ""
-        below = os.path.relpath(file) if os.path.isabs(file) else file
-        return f"{file if below.startswith('..') else below}:{origin.line}"
+        return f"{as_typed(self.incident.origin.file or '')}:{self.incident.origin.line}"
 
     @property
     def title(self) -> str:

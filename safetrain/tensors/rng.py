@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class RandomState(NamedTuple):
         key = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
         numpy = {**self.numpy, "state": {**self.numpy["state"], "key": key}}
         version, table, gauss = self.python
-        python = {"version": version, "table": _as_tensor(table), "gauss": gauss}
+        python = {"version": version, "table": torch.tensor(table), "gauss": gauss}
         return plain | {"python": python, "numpy": numpy}
 
     @classmethod
@@ -88,12 +88,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     return bool(np.array_equal(one, other))
-
-
-@lru_cache(maxsize=1)
-def _as_tensor(table: tuple[int, ...]) -> torch.Tensor:
-    """Read only. Most runs never draw from Python's generator, so the table is the same each time."""
-    return torch.from_numpy(np.array(table, dtype=np.int64))
 
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -43,12 +43,11 @@ def test_most_severe_action_and_smallest_scale_win_and_every_reason_is_kept(give
 def test_merging_in_two_parts_changes_nothing(first, second):
     second = {f"second {name}": v for name, v in second.items()}
     whole = merge([*first.items(), *second.items()])
-    parts = merge([("a", _as_verdict(merge(first.items()))), ("b", _as_verdict(merge(second.items())))])
+    merged = [merge(part.items()) for part in (first, second)]
+    parts = merge(
+        [(name, Verdict(part.action, part.lr_scale, "merged")) for name, part in zip("ab", merged, strict=True)]
+    )
     assert (whole.action, whole.lr_scale) == (parts.action, parts.lr_scale)
-
-
-def _as_verdict(decision):
-    return Verdict(decision.action, decision.lr_scale, "merged")
 
 
 def test_severity_order():

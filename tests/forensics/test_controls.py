@@ -202,13 +202,9 @@ def infinite_gradient_that_a_hook_clips():
 @control
 def optimizer_that_skips_bad_gradients():
     class Careful(torch.optim.SGD):
-        num_skipped = 0
-
         def step(self, closure=None):
-            if any(not p.grad.isfinite().all() for p in self.param_groups[0]["params"]):
-                self.num_skipped += 1
-                return None
-            return super().step(closure)
+            if all(p.grad.isfinite().all() for p in self.param_groups[0]["params"]):
+                super().step(closure)
 
     model = Tiny().half()
     return model, lambda m, b: m(b).float().mean() * 1e9, torch.randn(3, 4).half(), Careful(model.parameters(), lr=0.1)

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import torch
-from forensic_cases import Tiny, without_bias
+from forensic_cases import Tiny, incident_of, without_bias
 from torch import nn
 
 from safetrain.core.incident import Incident
-from safetrain.forensics import investigate
 from safetrain.incidents.render import markdown, write_report
 
 
@@ -22,9 +21,7 @@ def incident() -> Incident:
     model = without_bias(Tiny())
     batch = torch.randn(4, 4)
     batch[2] = 0
-    found = investigate(model, loss_fn, batch)
-    assert found is not None
-    return found
+    return incident_of(model, loss_fn, batch)
 
 
 def test_terminal_block_answers_the_questions_with_the_line_in_its_context() -> None:

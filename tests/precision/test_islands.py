@@ -22,8 +22,9 @@ def under_bf16(model, x):
         return model(x)
 
 
-def spy(module, seen):
-    """The dtype of each product's operands inside the module, forward and backward."""
+def spy(module):
+    """A list that is filled with the dtypes that the module is given: of its output in forward, of the gradient in backward."""
+    seen = []
 
     class Spying(torch.autograd.Function):
         @staticmethod
@@ -38,12 +39,12 @@ def spy(module, seen):
 
     plain = type(module)
     module.__class__ = type(plain.__name__, (plain,), {"forward": lambda self, x: Spying.apply(plain.forward(self, x))})
+    return seen
 
 
 def test_an_island_computes_in_float32_forward_and_backward_and_the_rest_does_not():
-    seen = []
     model = Net()
-    spy(model.blocks[1].fc, seen)
+    seen = spy(model.blocks[1].fc)
     out = under_bf16(model, torch.randn(4, 8))
     out.float().sum().backward()
     assert seen == [BF16, BF16]
@@ -169,9 +170,8 @@ def test_gradient_checkpointing_recomputes_the_island_in_float32(reentrant):
     for model in (Net(), Net(reentrant)):
         torch.manual_seed(0)
         model.load_state_dict(Net().state_dict())
-        seen = []
         island(model.blocks[1].fc)
-        spy(model.blocks[1].fc, seen)
+        seen = spy(model.blocks[1].fc)
         under_bf16(model, torch.randn(4, 8, requires_grad=True)).float().sum().backward()
         assert set(seen) == {torch.float32}
         gradients.append(model.blocks[1].fc.weight.grad)
@@ -220,9 +220,8 @@ def test_compiled_in_one_graph_with_a_float32_backward_and_grown_after_compiling
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap_first", [True, False])
 def test_distributed_wrapping_before_or_after(wrap_first):
-    seen = []
     model = Net()
-    spy(model.blocks[1].fc, seen)
+    seen = spy(model.blocks[1].fc)
     if not wrap_first:
         island(model.blocks[1])
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -253,8 +252,7 @@ def test_parameters_in_low_precision_are_refused():
 
 def test_with_the_loss_as_an_island_only_the_model_runs_under_autocast():
     model, dtypes = Net(), {}
-    spied = []
-    spy(model.blocks[0].fc, spied)
+    spied = spy(model.blocks[0].fc)
     remove = loss_island(model)
 
     def loss_fn(model, x):
