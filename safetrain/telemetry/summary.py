@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ..core.incident import Incident
@@ -23,14 +24,8 @@ def headline(result: FitResult) -> str:
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
     """Labels and texts; a row without a label continues the one before."""
-    return [
-        *_best(result),
-        *_incidents(result),
-        *_recovery(result),
-        *_permanent(result),
-        *_cost(result),
-        *_checkpoint(result),
-    ]
+    parts = (_best, _incidents, _recovery, _permanent, _cost, _checkpoint)
+    return [row for part in parts for row in part(result)]
 
 
 def next_commands(result: FitResult) -> list[tuple[str, str]]:
@@ -67,10 +62,7 @@ def _incidents(result: FitResult) -> Iterator[tuple[str, str]]:
     steps = _listed([incident.step for incident in result.incidents])
     yield "incidents", f"{len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents"
     for kind, incidents in sorted(groups.items(), key=lambda item: -len(item[1])):
-        outcomes: dict[str, int] = {}
-        for incident in incidents:
-            outcome = _OUTCOMES[incident.decision.action]
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        outcomes = Counter(_OUTCOMES[incident.decision.action] for incident in incidents)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         yield "", f"{len(incidents)} x {kind}: {counts}"
 
