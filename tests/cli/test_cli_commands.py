@@ -148,14 +148,14 @@ def test_validate_says_ok_or_lists_every_problem(capsys):
     assert out(capsys, "config", "validate", "good.yaml").startswith("ok: ")
     Path("bad.yaml").write_text("loop: {max_stepz: 3}\nseed: -1\n")
     text = err(capsys, "config", "validate", "bad.yaml", "~nothing", "--precision", "no")
-    for part in (
-        "4 problems",
+    for place in (
         "bad.yaml:1: loop.max_stepz",
         "bad.yaml:2: seed",
         "override '~nothing'",
         "--precision no: loop.precision",
     ):
-        assert part in text
+        assert place in text
+    assert "4 problems" in text
     assert "Traceback" not in text
     assert "Traceback" in err(capsys, "config", "validate", "bad.yaml", verbose=True)
 
@@ -226,18 +226,7 @@ def test_explain_names_an_outside_guard_without_importing_it(capsys):
 def test_env_names_versions_and_devices(capsys):
     facts = json.loads(out(capsys, "env", "--json"))
     assert facts["safetrain"] == safetrain.__version__
-    for name in [
-        "python",
-        "platform",
-        "torch",
-        "accelerate",
-        "omegaconf",
-        "tensorboard",
-        "numpy",
-        "cpus",
-        "cuda",
-        "devices",
-    ]:
-        assert facts[name]
+    names = ["python", "platform", "torch", "accelerate", "omegaconf", "tensorboard", "numpy", "cpus", "cuda"]
+    assert all(facts[name] for name in [*names, "devices"])
     text = out(capsys, "env")
     assert f"torch           {facts['torch']}" in text

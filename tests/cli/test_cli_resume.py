@@ -1,6 +1,5 @@
 """`safetrain resume`, `fit --resume auto` and `export`: what they do, refuse and exit with."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from records import journal
 from safetensors.torch import load_file, load_model
 from small import assert_same
 
@@ -62,8 +62,7 @@ def in_process(*arguments, **environment):
 
 
 def steps_of(run_dir):
-    lines = [json.loads(line) for line in (Path(run_dir) / "journal.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if line["event"] == "step"]
+    return [line["step"] for line in journal(Path(run_dir)) if line["event"] == "step"]
 
 
 @pytest.mark.parametrize(
