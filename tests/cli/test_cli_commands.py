@@ -29,9 +29,6 @@ def err(capsys, *arguments, verbose=False):
     return captured.err
 
 
-# --- nothing heavy -----------------------------------------------------------------------------------------------
-
-
 TORCH = {"torch", "accelerate", "tensorboard", "numpy"}
 CONFIG_READERS = {"omegaconf", "yaml", "rich"}
 RUN = "from safetrain.cli.main import run; assert run({}) == {}"
@@ -77,9 +74,6 @@ def test_help_costs_little_more_than_click_and_validation_little_more_than_omega
     )
 
 
-# --- the program -------------------------------------------------------------------------------------------------
-
-
 def test_python_m_is_the_same_program():
     command = [sys.executable, "-m", "safetrain", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -106,9 +100,6 @@ def test_usage_mistakes_exit_with_2(capsys):
     assert "no command 'fti', did you mean 'fit'?" in err(capsys, "fti")
     assert "No such option" in err(capsys, "fit", "x.yaml", "--sed", "1")
     assert "Missing argument 'CONFIG'" in err(capsys, "config", "validate")
-
-
-# --- config ------------------------------------------------------------------------------------------------------
 
 
 def test_show_prints_yaml_that_loads_again(capsys):
@@ -164,9 +155,6 @@ def test_schema(capsys):
     assert "max_steps: an integer ≥ 1 or null" in out(capsys, "config", "schema")
     assert "safetrain.optimizers.adamw(params, lr=" in out(capsys, "config", "schema", "quickstart")
     assert json.loads(out(capsys, "config", "schema", "--json"))["title"] == "safetrain config"
-
-
-# --- explain and env ---------------------------------------------------------------------------------------------
 
 
 def test_explain_draws_the_loop_in_order(capsys):

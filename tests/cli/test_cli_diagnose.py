@@ -93,9 +93,6 @@ def test_exceptions_of_user_code_and_mistakes(capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
-# ---- the incidents of a run ----------------------------------------------------------------------------------------
-
-
 def fit(*arguments):
     assert run(["fit", "c.yaml", "--out", "out", "data.shuffle=false", *arguments]) == 0
 

@@ -7,7 +7,8 @@ import pytest
 from config_files import problems_of, write
 from omegaconf import OmegaConf
 
-from safetrain.config import Config, LoopConfig, Override, bundled_dir, load, load_config, recipe_names, to_yaml
+from safetrain.config import Config, Override, bundled_dir, load, load_config, recipe_names, to_yaml
+from safetrain.config.schema import LoopConfig
 from safetrain.guards import DEFAULT, REGISTRY
 
 
@@ -56,9 +57,6 @@ def test_what_is_empty_means_its_defaults(text):
     assert load_config("run.yaml") == load_config()
 
 
-# --- recipes -----------------------------------------------------------------------------------------------------
-
-
 def test_recipes_are_found_by_name_from_any_directory():
     assert (bundled_dir() / "configs").is_dir()
     assert "quickstart" in recipe_names()
@@ -90,9 +88,6 @@ def test_a_missing_file_names_its_close_neighbours():
     assert "'trian.yaml'" in problem
     assert "did you mean 'train.yaml'" in problem
     assert "directory" in problems_of(".")[0]
-
-
-# --- composition -------------------------------------------------------------------------------------------------
 
 
 def test_extends_merges_deep_later_wins_and_the_file_wins_over_all():
@@ -165,9 +160,6 @@ data:
     assert load_config("b.yaml").data.eval == {"_target_": "builtins.range", "a": 1, "b": 3}
 
 
-# --- interpolation -----------------------------------------------------------------------------------------------
-
-
 def test_interpolation_reads_other_values_defaults_and_the_environment(monkeypatch):
     monkeypatch.setenv("STEPS", "12")
     write(
@@ -214,9 +206,6 @@ def test_escaped_interpolation_is_text_and_stays_text():
     assert load_config(OmegaConf.create(to_yaml(config))).name == "${seed}"
 
 
-# --- guards ------------------------------------------------------------------------------------------------------
-
-
 def test_guards_are_typed_and_completed():
     config = load_config({"guards": {"clip": {"mode": "norm", "max_norm": 2}}})
     defaults = {name: REGISTRY[name].Config() for name in DEFAULT}
@@ -242,9 +231,6 @@ def test_an_outside_guard_stays_a_target_and_can_be_turned_off():
     assert load_config("a.yaml").guards["mine"] == {"_target_": f"{Path.cwd() / 'g.py'}:Mine", "limit": 3}
     for off in ("guards.mine=null", "~guards.mine"):
         assert "mine" not in load_config("a.yaml", [off]).guards
-
-
-# --- origins -----------------------------------------------------------------------------------------------------
 
 
 def test_origins_name_where_each_value_came_from():

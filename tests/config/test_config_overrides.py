@@ -102,9 +102,6 @@ def test_a_string_instead_of_a_list_is_not_taken_letter_by_letter():
     assert "overrides must be a list of strings" in problems_of(None, "seed=1")[0]
 
 
-# --- properties --------------------------------------------------------------------------------------------------
-
-
 def values_of(field):
     if typing.get_origin(field.type) is list:
         items = st.sampled_from(field.choices) if field.choices else st.text(string.ascii_lowercase, max_size=8)

@@ -24,9 +24,6 @@ def _clean_imports(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# --- static signatures -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -129,9 +126,6 @@ def test_an_edited_file_is_read_again():
     assert str(static_signature(f"{path}:make")) == "(b)"
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------
-
-
 def step(model, batch, /, scale, *, eps=1e-8): ...
 
 
@@ -228,9 +222,6 @@ def test_file_targets_are_relative_to_their_file_and_become_absolute():
 def test_nothing_is_imported_on_load():
     write("m.py", "raise RuntimeError('imported')\nclass Net: ...\n")
     load_config({"model": {"_target_": "./m.py:Net"}})
-
-
-# --- importing and calling ---------------------------------------------------------------------------------------
 
 
 def test_a_file_is_loaded_once_and_shares_its_siblings():

@@ -49,8 +49,6 @@ def make_trainer(data=None, model=None, loss_fn=cross_entropy, lr=3e-3, cls=Safe
     return cls(Net() if model is None else model, loss_fn=loss_fn, train_data=data, config=config)
 
 
-# ---- texts ---------------------------------------------------------------------------------------------------------
-
 VOCABULARY, LENGTH = 12, 10
 
 
