@@ -1,11 +1,8 @@
 """What every test starts from: one thread, known random numbers, and no setting left over from the test before."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
-from collections.abc import Iterator
 
 # Some virtual machines announce AMX and then kill the process at its first use: bf16 tests stay below it.
 # oneDNN reads this once, so it is set before torch is imported; child processes inherit it.
@@ -20,7 +17,7 @@ from safetrain import SafeTrainer
 
 
 @pytest.fixture(autouse=True)
-def known_state() -> Iterator[None]:
+def known_state():
     torch.set_num_threads(1)  # small tensors, and results that do not depend on the number of cores
     random.seed(0)
     np.random.seed(0)
@@ -40,7 +37,7 @@ def known_state() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process():
     """A process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield

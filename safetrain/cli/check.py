@@ -65,7 +65,11 @@ def command(
       0 nothing failed   1 exception in your code   2 usage or config   3 a check failed
     """
     if list_checks:
-        _list_checks()
+        from ..preflight import CHECKS
+
+        width = max(len(each.name) for each in CHECKS)
+        for each in CHECKS:
+            click.echo(f"{each.name:<{width}}  {each.looks_at}")
         return 0
     if config is None:
         raise click.UsageError("Missing argument 'CONFIG'")
@@ -81,7 +85,12 @@ def command(
         traceback.print_exc()
         click.echo("\nsafetrain: the exception above was raised while model, data and optimizer were built", err=True)
         return EXIT_USER_EXCEPTION
-    _report(report, as_json)
+    if as_json:
+        from ..core.files import to_json
+
+        click.echo(to_json(report.to_dict(), indent=2))
+    else:
+        echo(click.style(report.summary(), fg="green" if report.passed else "red", bold=True))
     return 0 if report.passed else EXIT_CHECK_FAILED
 
 
@@ -116,21 +125,3 @@ def _coloured(line: str, checked: Checked) -> str:
     if text.startswith("fix: "):
         return indent + click.style("fix:", fg="cyan") + text[4:]
     return indent + (click.style(text, fg=COLOURS[status]) if status == "SKIP" else text)
-
-
-def _report(report: CheckReport, as_json: bool) -> None:
-    from ..core.files import to_json
-
-    if as_json:
-        click.echo(to_json(report.to_dict(), indent=2))
-        return
-    colour = "green" if report.passed else "red"
-    echo(click.style(report.summary(), fg=colour, bold=True))
-
-
-def _list_checks() -> None:
-    from ..preflight import CHECKS
-
-    width = max(len(each.name) for each in CHECKS)
-    for each in CHECKS:
-        click.echo(f"{each.name:<{width}}  {each.looks_at}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -128,20 +129,13 @@ class Examination:
         from ..forensics import Step, diagnose
         from ..forensics.raised import is_numeric
 
-        trainer = self._build(self._config)
+        trainer = self._build()
         found = []
         with self._prepared(trainer):
             for position, window in enumerate(_windows(trainer, self._config.loop.grad_accum, count)):
                 note("step", position, count)
-                model, loss_fn = trainer.stepper.called, trainer.training_step
-                step = Step(
-                    model,
-                    loss_fn,
-                    window,
-                    trainer.optimizer,
-                    trainer.precision.name,
-                    trainer.precision.host_loss_scale(),
-                )
+                precision = trainer.precision.name, trainer.precision.host_loss_scale()
+                step = Step(trainer.stepper.called, trainer.training_step, window, trainer.optimizer, *precision)
                 diagnosis = diagnose(step, self._effort())
                 if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
                     raise diagnosis.error
@@ -157,7 +151,7 @@ class Examination:
 
         self._unit = "batch"
         self._config.data.shuffle = False
-        trainer = self._build(self._config)
+        trainer = self._build()
         with self._prepared(trainer):
             precision, effort = trainer.precision.name, self._effort(note=True)
             with closing(self._counted(window[0] for window in _windows(trainer, 1, None))) as batches:
@@ -171,11 +165,11 @@ class Examination:
             self._num_examined += 1
             yield batch
 
-    def _build(self, config: Config) -> SafeTrainer:
+    def _build(self) -> SafeTrainer:
         from ..trainer.trainer import SafeTrainer
         from .fit import _trainer_class
 
-        self._trainer = _trainer_class(config, SafeTrainer)(config=config)
+        self._trainer = _trainer_class(self._config, SafeTrainer)(config=self._config)
         return self._trainer
 
     def _prepared(self, trainer: SafeTrainer) -> ExitStack:
@@ -238,9 +232,7 @@ class Examination:
 
 def _windows(trainer: SafeTrainer, size: int, count: int | None) -> Iterator[list[Any]]:
     """The windows of the first epoch, at most `count`."""
-    while (count is None or count > 0) and (window := trainer.stream.take(size)):
-        yield window
-        count = None if count is None else count - 1
+    return itertools.islice(iter(lambda: trainer.stream.take(size), []), count)
 
 
 def _incident(position: int, diagnosis: Any) -> Incident:

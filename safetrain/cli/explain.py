@@ -39,17 +39,21 @@ def command(loaded: LoadedConfig) -> None:
 
 
 def _loop(config: Config) -> list[str]:
-    loop = config.loop
+    loop, data = config.loop, config.data
     batch = f"{loop.grad_accum} micro-batches" if loop.grad_accum > 1 else "one batch"
+    order = "in a new order each epoch" if data.shuffle else "in order"
+    backend = f" by {loop.compile}" if isinstance(loop.compile, str) else ""
+    compiled = "" if loop.compile is False else f", compiled{backend}"
+    deferred = f", every {loop.host_read_every} steps" if loop.host_read_every > 1 else ""
+    ema = "" if loop.ema is None else f"; moving average of the weights, decay {loop.ema:g}"
+    span = "a run" if config.recovery.budget_steps is None else f"{config.recovery.budget_steps:,} steps"
     stages = {
         "begin": ["remember random state and buffers"],
-        "data": [f"{_target(config.data.train)}: {batch} of {config.data.batch_size}{_order(config)}"],
-        "forward/backward": [
-            f"{_target(config.model)} in {loop.precision}{_compiled(config)}; loss: {_target(config.loss)}"
-        ],
-        "measure": ["loss and gradient norm, on the device; one transfer to the host" + _deferred(config)],
+        "data": [f"{_target(data.train)}: {batch} of {data.batch_size}, {order}"],
+        "forward/backward": [f"{_target(config.model)} in {loop.precision}{compiled}; loss: {_target(config.loss)}"],
+        "measure": ["loss and gradient norm, on the device; one transfer to the host" + deferred],
         "judge": ["the most severe verdict wins: commit < skip < rollback < stop"],
-        "commit": [f"{_optimizer(config)}; schedule: {_target(config.scheduler, 'constant')}{_ema(config)}"],
+        "commit": [f"{_optimizer(config)}; schedule: {_target(config.scheduler, 'constant')}{ema}"],
         "learn": ["from committed steps only"],
     }
     for stage, lines in stages.items():
@@ -60,15 +64,10 @@ def _loop(config: Config) -> list[str]:
         drawing += [*_drawn(stage, stages[stage], "│ "), "│"]
     drawing += [
         "├─ refused: nothing moved; buffers as they were before the step, gradients cleared, an incident is written",
-        f"│           at most {config.recovery.max_refusals} times in {_budget_span(config)}, then it stops",
+        f"│           at most {config.recovery.max_refusals} times in {span}, then it stops",
         "│",
     ]
     return [*drawing, *_drawn("commit", stages["commit"], "│ "), "│", *_drawn("learn", stages["learn"], "  ")]
-
-
-def _budget_span(config: Config) -> str:
-    span = config.recovery.budget_steps
-    return "a run" if span is None else f"{span:,} steps"
 
 
 def _drawn(stage: str, lines: list[str], below: str) -> list[str]:
@@ -88,24 +87,6 @@ def _evaluation(config: Config) -> str:
         return "no evaluation"
     every = config.loop.eval_every
     return f"evaluated every {every} steps" if every else "evaluated after each epoch"
-
-
-def _order(config: Config) -> str:
-    return ", in a new order each epoch" if config.data.shuffle else ", in order"
-
-
-def _compiled(config: Config) -> str:
-    backend = config.loop.compile
-    return "" if backend is False else ", compiled" + (f" by {backend}" if isinstance(backend, str) else "")
-
-
-def _deferred(config: Config) -> str:
-    every = config.loop.host_read_every
-    return f", every {every} steps" if every > 1 else ""
-
-
-def _ema(config: Config) -> str:
-    return "" if config.loop.ema is None else f"; moving average of the weights, decay {config.loop.ema:g}"
 
 
 def _optimizer(config: Config) -> str:
@@ -163,10 +144,8 @@ def _guards(loaded: LoadedConfig) -> list[str]:
             lines.append(f"  {name:<{width}}  {_purpose(cls)}{_changed(config.guards[name])}")
     off = {name: loaded.origins.get(f"guards.{name}", "default") for name in config.guards if name not in active}
     if off:
-        lines += [
-            "guards that are off",
-            *(f"  {name:<{width}}  turned off by {origin}" for name, origin in off.items()),
-        ]
+        lines.append("guards that are off")
+        lines += [f"  {name:<{width}}  turned off by {origin}" for name, origin in off.items()]
     return lines
 
 

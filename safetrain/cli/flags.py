@@ -53,15 +53,10 @@ def flag_overrides(
 ) -> list[Override]:
     from ..config import Override
 
-    changes: list[Override] = []
-    values = {
-        "--seed": ("seed", seed),
-        "--device": ("loop.device", device),
-        "--precision": ("loop.precision", precision),
-    }
-    for flag, (key, value) in values.items():
-        if value is not None:
-            changes.append(Override(key, value, text=f"{flag} {value}", origin=flag))
+    given = ("--seed", "seed", seed), ("--device", "loop.device", device), ("--precision", "loop.precision", precision)
+    changes = [
+        Override(key, value, text=f"{flag} {value}", origin=flag) for flag, key, value in given if value is not None
+    ]
     if fast_dev_run:
         shortened = {"loop.max_steps": 5, "loop.max_epochs": None, "loop.log_every": 1}
         changes += [Override(key, value, origin="--fast-dev-run") for key, value in shortened.items()]

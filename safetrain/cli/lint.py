@@ -53,7 +53,9 @@ def command(
         raise click.UsageError("Missing argument 'PATH...'")
     report = lint_paths(paths, codes)
     if as_json:
-        click.echo(json.dumps(_as_dict(report), indent=2))
+        counts = {"schema": 1, "files": report.num_files, "lines": report.num_lines}
+        findings = [finding.to_dict() for finding in report.findings]
+        click.echo(json.dumps({**counts, "findings": findings}, indent=2))
     else:
         for finding in report.findings:
             click.echo(finding.render().partition("\n")[0] if quiet else finding.render())
@@ -79,15 +81,6 @@ def _matching(given: str | None, every: set[str], option: str) -> set[str]:
             raise click.UsageError(f"{option} {prefix}: there is no such rule; 'safetrain lint --rules' lists them")
         found |= matching
     return found
-
-
-def _as_dict(report: Report) -> dict[str, object]:
-    return {
-        "schema": 1,
-        "files": report.num_files,
-        "lines": report.num_lines,
-        "findings": [finding.to_dict() for finding in report.findings],
-    }
 
 
 def _summary(report: Report) -> str:

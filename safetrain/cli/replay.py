@@ -140,12 +140,13 @@ def _report(bundle: Bundle, replayed: Replayed, as_json: bool) -> None:
         fields = {"verdict": replayed.verdict, "differences": replayed.differences, "notes": replayed.notes}
         click.echo(to_json({**fields, "incident": replayed.incident.to_dict()}))
         return
-    step, verdict = bundle.incident.step, replayed.verdict
+    title = f"REPLAY of step {bundle.incident.step}: {replayed.verdict}"
+    style = "green" if replayed.verdict == "reproduced" else "yellow"
     found = replayed.incident
     if found.was_investigated:
-        show(found, f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
+        show(found, title, style)
     else:
-        say(f"REPLAY of step {step}: {verdict}", "green" if verdict == "reproduced" else "yellow")
+        say(title, style)
         is_same = found.replay.reproduced is True
         say(f"  {found.decision.reasons[0]}{', and its loss is the recorded one, bit for bit' if is_same else ''}")
     for difference in replayed.differences:

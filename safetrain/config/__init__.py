@@ -3,20 +3,14 @@
 from .load import LoadedConfig, load, load_config
 from .merge import Override
 from .render import to_yaml
-from .schema import CheckpointConfig, Config, DataConfig, ForensicsConfig, LoggingConfig, LoopConfig, RecoveryConfig
+from .schema import Config
 from .sources import bundled_dir, recipe_names
 from .targets import import_target, instantiate
 
 __all__ = [
-    "CheckpointConfig",
     "Config",
-    "DataConfig",
-    "ForensicsConfig",
     "LoadedConfig",
-    "LoggingConfig",
-    "LoopConfig",
     "Override",
-    "RecoveryConfig",
     "bundled_dir",
     "import_target",
     "instantiate",

@@ -95,6 +95,8 @@ _JSON_TYPES = {
 }
 _JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _ANY_TARGET = {"type": "object", "properties": {TARGET: {"type": "string"}}}
+_GIVEN_TARGET = {**_ANY_TARGET, "required": [TARGET]}
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
 def json_schema() -> dict[str, Any]:
@@ -106,8 +108,8 @@ def json_schema() -> dict[str, Any]:
     properties["guards"] = {
         "description": field_docs(Config)["guards"],
         "type": ["object", "null"],
-        "properties": {name: _guard_json(guard.Config) for name, guard in REGISTRY.items()},
-        "additionalProperties": {**_ANY_TARGET, "required": [TARGET]},
+        "properties": {n: {"anyOf": [_section_json(guard.Config), _GIVEN_TARGET]} for n, guard in REGISTRY.items()},
+        "additionalProperties": _GIVEN_TARGET,
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -122,22 +124,15 @@ def _section_json(cls: type) -> dict[str, Any]:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _guard_json(cls: type) -> dict[str, Any]:
-    return {"anyOf": [_section_json(cls), {**_ANY_TARGET, "required": [TARGET]}]}
-
-
 def _field_json(cls: type, field: Field) -> dict[str, Any]:
     description = {"description": field_docs(cls).get(field.name, "")}
     if field.section is not None:
         return {**_section_json(field.section), **description}
     if field.is_target and not field.is_list:
-        return {
-            "anyOf": [_ANY_TARGET, {"type": "null"}, {"$ref": "#/$defs/interpolation"}],
-            "default": field.default,
-            **description,
-        }
-    accepted = [_type_json(member, field) for member in members(field.type)]
-    return {"anyOf": [*accepted, {"$ref": "#/$defs/interpolation"}], "default": field.default, **description}
+        accepted: list[dict[str, Any]] = [_ANY_TARGET, {"type": "null"}]
+    else:
+        accepted = [_type_json(member, field) for member in members(field.type)]
+    return {"anyOf": [*accepted, _INTERPOLATION], "default": field.default, **description}
 
 
 def _type_json(member: Any, field: Field) -> dict[str, Any]:
@@ -147,5 +142,5 @@ def _type_json(member: Any, field: Field) -> dict[str, Any]:
     if kind not in _JSON_TYPES:
         return {}
     bounds = {_JSON_BOUNDS[name]: limit for name, limit in field.bounds.items()} if kind in (int, float) else {}
-    items = {"items": {**_ANY_TARGET, "required": [TARGET]}} if field.is_target else {}
+    items = {"items": _GIVEN_TARGET} if field.is_target else {}
     return {"type": _JSON_TYPES[kind], **bounds, **items}

@@ -69,8 +69,7 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     tree = apply_overrides(tree, defaults, changes, problems)
     tree = _named_after_file(tree, path)
     tree = with_absolute_targets(interpolate(tree, problems))
-    guards = tree.value.get("guards")
-    tree = dataclasses.replace(tree, value={**tree.value, "guards": complete_guards(guards, defaults)})
+    tree = tree.having("guards", complete_guards(tree.value["guards"], defaults))
     tree = validate(tree, problems)
     if problems:
         raise ConfigError(problems)
@@ -92,7 +91,7 @@ def _defaults() -> Node:
     place = Place("default", "default", Path.cwd())
     tree = from_python(Config(), place, Problems(), literal=True)
     guards = Node({name: Node({}, place) for name in DEFAULT}, place)
-    return dataclasses.replace(tree, value={**tree.value, "guards": complete_guards(guards, tree)})
+    return tree.having("guards", complete_guards(guards, tree))
 
 
 def _read(source: Source, problems: Problems) -> tuple[Node | None, Path | None]:
@@ -142,8 +141,7 @@ def _named_after_file(tree: Node, path: Path | None) -> Node:
     name = tree.get("name")
     if path is None or name is None or name.place.origin != "default":
         return tree
-    place = dataclasses.replace(name.place, origin=path.name)
-    return dataclasses.replace(tree, value={**tree.value, "name": Node(escape(path.stem), place)})
+    return tree.having("name", Node(escape(path.stem), dataclasses.replace(name.place, origin=path.name)))
 
 
 def _typed(tree: Node) -> Config:

@@ -152,9 +152,7 @@ def _delete(tree: Node, defaults: Node, parts: list[str], place: Place, path: Ke
         raise LookupError(f"{dotted((*path, head))} is not there, nothing to delete{suggest(head, tree.value)}")
     here = (*path, key)
     if rest:
-        return dataclasses.replace(
-            tree, value={**tree.value, key: _delete(tree.value[key], defaults, rest, place, here)}
-        )
+        return tree.having(key, _delete(tree.value[key], defaults, rest, place, here))
     if path == GUARDS:
         return merge(tree, Node({key: Node(None, place)}, place), path)
     kept = {k: v for k, v in tree.value.items() if k != key}

@@ -40,10 +40,6 @@ class Module:
     def package(self) -> str:
         return self.name if self.search else self.name.rpartition(".")[0]
 
-    def neighbours(self) -> tuple[str, ...]:
-        """A file that is not in a package imports its neighbours."""
-        return () if "." in self.name or self.search else (str(self.path.parent),)
-
 
 @dataclass(frozen=True)
 class Found:
@@ -178,8 +174,10 @@ def _imported_module(module: Module, level: int, name: str | None) -> Module:
 
 def _import(module: Module, names: list[str]) -> Module:
     """The module that `import names[0].names[1]…` in a module refers to."""
+    # A file that is not in a package imports its neighbours.
+    neighbours = () if "." in module.name or module.search else (str(module.path.parent),)
     try:
-        return _walk_modules(_top_level(names[0], module.neighbours()), names[1:])
+        return _walk_modules(_top_level(names[0], neighbours), names[1:])
     except NotDefined:
         raise Unclear from None  # the import may work at run time in a way the source does not show
 

@@ -37,7 +37,8 @@ def find_config(source: str | Path, directory: Path) -> Path:
         if recipe.is_file():
             return recipe
     what = "is a directory, not a config file" if path.is_dir() else "is neither a file nor a recipe"
-    nearby = [str(p.relative_to(directory)) for p in _yaml_files(path.parent) if p.is_relative_to(directory)]
+    files = sorted(file for file in path.parent.glob("*") if file.suffix in SUFFIXES)
+    nearby = [str(file.relative_to(directory)) for file in files if file.is_relative_to(directory)]
     names = recipe_names()
     close = difflib.get_close_matches(str(source), [*nearby, *names], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(name) for name in close)}? " if close else ""
@@ -45,12 +46,6 @@ def find_config(source: str | Path, directory: Path) -> Path:
     raise LookupError(
         f"{str(source)!r} {what}; {hint}give the path of a YAML file, or a recipe: {', '.join(whole) or 'none'}"
     )
-
-
-def _yaml_files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES)
 
 
 class FileReader:
@@ -66,7 +61,8 @@ class FileReader:
         if node is None:
             return None
         if not isinstance(node.value, dict):
-            message = f"the file must hold sections such as 'model:' and 'loop:', not a {_kind(node)}"
+            kind = "list" if isinstance(node.value, list) else "single value"
+            message = f"the file must hold sections such as 'model:' and 'loop:', not a {kind}"
             self.problems.add(node.place, (), message)
             return None
         guards = node.get("guards")
@@ -132,7 +128,3 @@ class FileReader:
 def display(path: Path) -> str:
     """The path as people would type it: relative when it is below the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _kind(node: Node) -> str:
-    return "list" if isinstance(node.value, list) else "single value"

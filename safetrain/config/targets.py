@@ -21,7 +21,7 @@ from ..core.fields import show
 from ..core.spelling import suggest
 from ..errors import ConfigError
 from .resolve import NotDefined
-from .signatures import Definition, find_definition
+from .signatures import find_definition
 from .tree import BROKEN, TARGET, KeyPath, Node, Problems, rewrite
 
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
@@ -57,28 +57,20 @@ def with_absolute_targets(tree: Node) -> Node:
         target = node.get(TARGET)
         if target is None or not isinstance(target.value, str):
             return node
-        absolute = dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
-        return dataclasses.replace(node, value={**node.value, TARGET: absolute})
+        return node.having(TARGET, _absolute(target))
 
-    return _with_absolute_rungs(rewrite(tree, change))
-
-
-def _with_absolute_rungs(tree: Node) -> Node:
-    """`recovery.ladder` lists targets without a section around them."""
+    tree = rewrite(tree, change)
+    # `recovery.ladder` lists targets without a section around them.
     recovery = tree.get("recovery")
     ladder = None if recovery is None else recovery.get("ladder")
     if recovery is None or ladder is None or not isinstance(ladder.value, list):
         return tree
-    rungs = [
-        dataclasses.replace(rung, value=absolute_target(rung.value, rung.place.directory))
-        if isinstance(rung.value, str)
-        else rung
-        for rung in ladder.value
-    ]
-    recovery = dataclasses.replace(
-        recovery, value={**recovery.value, "ladder": dataclasses.replace(ladder, value=rungs)}
-    )
-    return dataclasses.replace(tree, value={**tree.value, "recovery": recovery})
+    rungs = [_absolute(rung) if isinstance(rung.value, str) else rung for rung in ladder.value]
+    return tree.having("recovery", recovery.having("ladder", dataclasses.replace(ladder, value=rungs)))
+
+
+def _absolute(target: Node) -> Node:
+    return dataclasses.replace(target, value=absolute_target(target.value, target.place.directory))
 
 
 # --- checking ----------------------------------------------------------------------------------------------------
@@ -151,15 +143,12 @@ def check_target(
         problems.add(target.place, (*path, TARGET), str(error))
         return node
     if definition is not None and definition.signature is not None and takes_arguments:
-        for message in check_arguments(definition.signature, given, _num_injected(definition, path, num_injected)):
+        # A loss function is called with (model, batch) itself; a loss class is built first, and what it builds is called.
+        injected = 0 if path == ("loss",) and definition.is_class else num_injected
+        for message in check_arguments(definition.signature, given, injected):
             culprit = next((key for key in given if f"argument {key!r}" in message), TARGET)
             problems.add(node.value[culprit].place, path, f"{target.value}: {message}")
     return node
-
-
-def _num_injected(definition: Definition, path: KeyPath, num_injected: int) -> int:
-    # A loss function is called with (model, batch) itself; a loss class is built first, and what it builds is called.
-    return 0 if path == ("loss",) and definition.is_class else num_injected
 
 
 def _check_argument(node: Node, path: KeyPath, problems: Problems) -> None:
@@ -208,7 +197,8 @@ def _import_longest(dotted_name: str) -> tuple[ModuleType, list[str]]:
     module = None
     for count in range(1, len(parts)):
         name = ".".join(parts[:count])
-        if module is not None and (hasattr(module, parts[count - 1]) and not _is_module(name, module)):
+        # A class or function ends the path of modules; a submodule may not be imported yet.
+        if module is not None and not isinstance(getattr(module, parts[count - 1], module), ModuleType):
             return module, parts[count - 1 :]
         try:
             module = importlib.import_module(name)
@@ -216,17 +206,12 @@ def _import_longest(dotted_name: str) -> tuple[ModuleType, list[str]]:
             if error.name != name:
                 raise  # the module is there, and something it needs is not
             if module is None:
-                message = (
+                raise ConfigError(
                     f"{TARGET} {dotted_name!r}: there is no module {name!r} to import; install it, or correct the name"
-                )
-                raise ConfigError(message) from None
+                ) from None
             return module, parts[count - 1 :]
     assert module is not None
     return module, parts[-1:]
-
-
-def _is_module(name: str, parent: ModuleType) -> bool:
-    return isinstance(getattr(parent, name.rpartition(".")[2]), ModuleType)
 
 
 def _import_file(path: Path) -> ModuleType:

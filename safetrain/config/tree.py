@@ -45,6 +45,10 @@ class Node:
     def get(self, key: Any) -> Node | None:
         return self.value.get(key) if isinstance(self.value, dict) else None
 
+    def having(self, key: Any, child: Node) -> Node:
+        """The mapping with this node under the key."""
+        return dataclasses.replace(self, value={**self.value, key: child})
+
     @property
     def target(self) -> Any:
         """The value of `_target_`, None without one."""

@@ -22,6 +22,12 @@ WORKERS = (
     "If it draws any, seed them per sample (from its index and the epoch) to make a resume exact."
 )
 
+SAME_SETTINGS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    "prefetch_factor",
+)
+"""What a DataLoader that loads other indices of a data set has of the first one."""
+
 
 class Source:
     """Batches of one epoch after another. `position` is the number of batches of the epoch that were handed out before."""
@@ -220,20 +226,8 @@ class LoaderSource(IterableSource):
         batching: dict[str, Any] = (
             {"batch_size": None, "sampler": sampler} if loader.batch_sampler is None else {"batch_sampler": sampler}
         )
-        return iter(
-            DataLoader(
-                loader.dataset,
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-                generator=torch.Generator(),
-                **batching,
-            )
-        )
+        same = {name: getattr(loader, name) for name in SAME_SETTINGS}
+        return iter(DataLoader(loader.dataset, generator=torch.Generator(), **same, **batching))
 
     def caveats(self) -> list[str]:
         order = [

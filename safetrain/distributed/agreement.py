@@ -121,12 +121,7 @@ def tallied(values: Values) -> Row:
 
 def _total(values: Sequence[Tensor | float]) -> Tensor | float:
     detached = [value.detach() if isinstance(value, Tensor) else float(value) for value in values]
-    if not detached:
-        return 0.0
-    total = detached[0]
-    for value in detached[1:]:
-        total = total + value
-    return total
+    return sum(detached[1:], start=detached[0]) if detached else 0.0
 
 
 def mean_over(rows: Sequence[Row], name: str) -> float:

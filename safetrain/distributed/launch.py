@@ -69,10 +69,11 @@ def record_failure(error: BaseException, code: int) -> None:
     if not file or isinstance(error, RankError):
         return
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    about = {"message": f"{type(error).__name__}: {error}", "extraInfo": {}}
-    about["extraInfo"] = {"py_callstack": trace, "timestamp": str(int(time.time())), EXIT_CODE: code}
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time())), EXIT_CODE: code}
     try:
-        Path(file).write_text(json.dumps({"message": about}))
+        Path(file).write_text(
+            json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+        )
     except OSError:
         logging.getLogger("safetrain").warning("the failure of this rank could not be recorded in %s", file)
 

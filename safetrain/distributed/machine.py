@@ -97,9 +97,8 @@ class Machine:
                 "accelerate was launched with FSDP, and loop.strategy is ddp: every process would hold the whole model.\n"
                 "To fix: set loop.strategy=fsdp, or launch without --use_fsdp."
             )
-        launched = {"no": "fp32"}.get(
-            os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_MIXED_PRECISION")
-        )
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        launched = "fp32" if asked == "no" else asked
         if launched not in ("fp32", precision):
             raise UsageError(
                 f"accelerate was launched with mixed precision {launched} but loop.precision is {precision}.\n"

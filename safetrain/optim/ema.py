@@ -29,7 +29,8 @@ class Ema:
         if refused is None:
             foreach.lerp_(averages, current, 1.0 - self._decay)
             return
-        share = torch.full((), 1.0 - self._decay, dtype=_widest(refused), device=refused.device)
+        widest = torch.float32 if refused.device.type == "mps" else torch.float64
+        share = torch.full((), 1.0 - self._decay, dtype=widest, device=refused.device)
         share = share.masked_fill(refused, 0.0)
         for average, weight in zip(averages, current, strict=True):
             average.lerp_(weight, share.to(average.dtype))
@@ -68,7 +69,3 @@ def _can_be_averaged(parameter: Tensor) -> bool:
     return (
         is_number and parameter.element_size() > 1 and all(gather(is_finite) if is_dtensor(parameter) else [is_finite])
     )
-
-
-def _widest(flag: Tensor) -> torch.dtype:
-    return torch.float32 if flag.device.type == "mps" else torch.float64

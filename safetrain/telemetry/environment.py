@@ -24,16 +24,8 @@ def undocumented() -> dict[str, dict[str, Any]]:
     except ImportError:  # a machine without torch
         return {}
     check_names()
-    return {
-        feature.name: {
-            "works": feature.works,
-            "relies_on": feature.relies_on,
-            "lost": feature.lost,
-            "instead": feature.instead,
-            "failure": feature.failure,
-        }
-        for feature in FEATURES
-    }
+    facts = ("works", "relies_on", "lost", "instead", "failure")
+    return {feature.name: {fact: getattr(feature, fact) for fact in facts} for feature in FEATURES}
 
 
 def _version(package: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ..core.incident import Incident
@@ -23,14 +24,8 @@ def headline(result: FitResult) -> str:
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
     """Labels and texts; a row without a label continues the one before."""
-    return [
-        *_best(result),
-        *_incidents(result),
-        *_recovery(result),
-        *_permanent(result),
-        *_cost(result),
-        *_checkpoint(result),
-    ]
+    parts = (_best, _incidents, _recovery, _permanent, _cost, _checkpoint)
+    return [row for part in parts for row in part(result)]
 
 
 def next_commands(result: FitResult) -> list[tuple[str, str]]:
@@ -64,13 +59,11 @@ def _incidents(result: FitResult) -> Iterator[tuple[str, str]]:
     groups: dict[str, list[Incident]] = {}
     for incident in result.incidents:
         groups.setdefault(_kind(incident), []).append(incident)
-    steps = _listed([incident.step for incident in result.incidents])
+    steps = ", ".join(str(incident.step) for incident in result.incidents[:NUM_STEPS])
+    steps += ", …" if len(result.incidents) > NUM_STEPS else ""
     yield "incidents", f"{len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents"
     for kind, incidents in sorted(groups.items(), key=lambda item: -len(item[1])):
-        outcomes: dict[str, int] = {}
-        for incident in incidents:
-            outcome = _OUTCOMES[incident.decision.action]
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        outcomes = Counter(_OUTCOMES[incident.decision.action] for incident in incidents)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         yield "", f"{len(incidents)} x {kind}: {counts}"
 
@@ -91,16 +84,13 @@ def _kind(incident: Incident) -> str:
     return f"{label}{place}"
 
 
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps[:NUM_STEPS])) + (", …" if len(steps) > NUM_STEPS else "")
-
-
 def _recovery(result: FitResult) -> Iterator[tuple[str, str]]:
     seconds = result.timing.get("recovery", 0.0)
     if not result.incidents and not result.rollbacks:
         return
     undone = f", {counted(result.steps_undone, 'committed step')} undone" if result.rollbacks else ""
-    lost = f"{duration(seconds)}{_share(seconds, result)} lost to recovery"
+    share = f" ({percent(seconds, result.seconds)})" if result.seconds > 0 else ""
+    lost = f"{duration(seconds)}{share} lost to recovery"
     yield "recovery", f"{counted(result.rollbacks, 'rollback')}{undone}, {lost}"
 
 
@@ -137,7 +127,3 @@ def _checkpoint(result: FitResult) -> Iterator[tuple[str, str]]:
     if newest := result.checkpoints.get("newest"):
         sound = "verified" if result.checkpoints.get("verified") else "DAMAGED: it differs from what was written"
         yield "checkpoint", f"{result.run_dir}/checkpoints/{newest}, {sound}"
-
-
-def _share(seconds: float, result: FitResult) -> str:
-    return f" ({percent(seconds, result.seconds)})" if result.seconds > 0 else ""

@@ -13,9 +13,6 @@ from .scalars import eval_scalars, flat_settings, step_scalars
 from .sink import Sink, StepRecord
 from .vitals import Vitals
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "aim": "aim"}
-"""What to install for each of the trackers that `logging.trackers` may name."""
-
 
 class Tracker(Sink):
     """One of accelerate's trackers. It logs what TensorBoard does, and is set up by environment variables of its own."""
@@ -46,8 +43,8 @@ class Tracker(Sink):
 
 
 def check_available(names: list[str]) -> None:
-    """Accelerate would silently go without a tracker whose package is missing."""
-    missing = [PACKAGES[name] for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
+    """Accelerate would silently go without a tracker whose package, which has its name, is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"logging.trackers asks for {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed.\n"

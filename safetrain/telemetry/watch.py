@@ -124,10 +124,7 @@ def watching(
             num_shown = step() // histograms_every + 1
             telemetry.tensors(_weights_and_gradients(model), step())
 
-    hooks = (
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(ratio.after_update),
-    )
+    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(ratio.after_update))
     try:
         yield
     finally:

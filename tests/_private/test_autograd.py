@@ -1,13 +1,11 @@
 """Numbers of autograd nodes, by which operations of a backward pass find those of the forward pass."""
 
-from __future__ import annotations
-
 import torch
 
 from safetrain._private import autograd
 
 
-def test_numbers_of_nodes_count_up_and_are_those_seen_in_backward() -> None:
+def test_numbers_of_nodes_count_up_and_are_those_seen_in_backward():
     before = autograd.next_node_number()
     x = torch.ones(3, requires_grad=True)
     y = x.exp()

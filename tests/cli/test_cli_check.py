@@ -1,7 +1,5 @@
 """`safetrain check`: exit codes, choice of checks, JSON, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -46,11 +44,11 @@ loop: {max_steps: 16, device: cpu}
 """
 
 
-def files() -> list[str]:
+def files():
     return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)
 
 
-def test_a_healthy_config_passes_and_leaves_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_config_passes_and_leaves_no_file(capsys):
     before = files()
     assert run(["check", "c.yaml", "--budget", "30"]) == 0
     text = capsys.readouterr().out
@@ -62,7 +60,7 @@ def test_a_healthy_config_passes_and_leaves_no_file(capsys: pytest.CaptureFixtur
     assert files() == before
 
 
-def test_a_failure_is_shown_with_its_fix_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_shown_with_its_fix_and_exit_code_3(capsys):
     arguments = ["check", "c.yaml", "data.train.nan=[5,40]", "--only", "labels,data_finite"]
     assert run(arguments) == 3
     text = capsys.readouterr().out
@@ -77,7 +75,7 @@ def test_a_failure_is_shown_with_its_fix_and_exit_code_3(capsys: pytest.CaptureF
     assert "FAIL  data_finite" in text
 
 
-def test_json_is_one_object_whatever_user_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_whatever_user_code_prints(capsys):
     arguments = ["check", "c.yaml", "data.train.nan=[5]", "data.train.shout=true", "--json", "--only"]
     assert run([*arguments, "data_finite,initial_loss,resume"]) == 3
     captured = capsys.readouterr()
@@ -92,7 +90,7 @@ def test_json_is_one_object_whatever_user_code_prints(capsys: pytest.CaptureFixt
     assert found["initial_loss"]["numbers"]["expected"] == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_a_fix_for_the_learning_rate_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fix_for_the_learning_rate_can_be_pasted(capsys):
     assert run(["check", "c.yaml", "optimizer.lr=3e4", "--only", "learning_rate", "--json"]) == 3
     (found,) = json.loads(capsys.readouterr().out)["checks"]
     override = found["fix"].rpartition(" ")[2]
@@ -100,7 +98,7 @@ def test_a_fix_for_the_learning_rate_can_be_pasted(capsys: pytest.CaptureFixture
     assert run(["check", "c.yaml", override, "--only", "learning_rate"]) == 0
 
 
-def test_mistakes_in_the_call_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_the_call_exit_with_2(capsys):
     assert run(["check", "c.yaml", "--only", "lables"]) == 2
     assert "there is no check 'lables', did you mean 'labels'?" in capsys.readouterr().err
     assert run(["check"]) == 2
@@ -108,11 +106,11 @@ def test_mistakes_in_the_call_exit_with_2(capsys: pytest.CaptureFixture[str]) ->
     assert run(["check", "c.yaml", "--budget", "0"]) == 2
 
 
-def test_an_exception_while_building_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_while_building_exits_with_1(capsys):
     assert run(["check", "c.yaml", "data.train.fail=true"]) == 1
     assert "EOFError: short file" in capsys.readouterr().err
 
 
-def test_the_list_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_checks(capsys):
     assert run(["check", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.name for each in CHECKS]

@@ -1,11 +1,7 @@
 """`safetrain diagnose`: bad steps and samples of a config without training, and the incidents of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-
-import pytest
 
 from safetrain.cli.main import run
 
@@ -42,7 +38,7 @@ logging: {tensorboard: false, console: 'off'}
 """
 
 
-def test_a_healthy_config_exits_with_0_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_config_exits_with_0_and_writes_nothing(capsys):
     before = sorted(Path().rglob("*.yaml"))
     assert run(["diagnose", "c.yaml", "--steps", "2"]) == 0
     assert capsys.readouterr().out == "c: 2 steps examined, all healthy\n"
@@ -52,7 +48,7 @@ def test_a_healthy_config_exits_with_0_and_writes_nothing(capsys: pytest.Capture
     assert not Path("runs").exists()
 
 
-def test_bad_steps_are_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_steps_are_explained_once(capsys):
     arguments = ["diagnose", "c.yaml", "data.train.bad=[1,6,7]", "data.shuffle=false"]
     assert run(arguments) == 3
     text = capsys.readouterr().out
@@ -64,9 +60,7 @@ def test_bad_steps_are_explained_once(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\x1b" not in text
 
 
-def test_a_scan_lists_the_indices_in_the_data_set_whatever_the_order_of_training(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_scan_lists_the_indices_in_the_data_set_whatever_the_order_of_training(capsys):
     assert run(["diagnose", "c.yaml", "data.train.bad=[1,22]", "--scan", "--json"]) == 3
     result = json.loads(capsys.readouterr().out)
     assert (result["examined"], result["unit"]) == (6, "batch")
@@ -80,13 +74,13 @@ def test_a_scan_lists_the_indices_in_the_data_set_whatever_the_order_of_training
     assert "TRIED" not in text
 
 
-def test_data_without_indices_can_be_scanned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_indices_can_be_scanned(capsys):
     assert run(["diagnose", "c.yaml", "data.train._target_=./parts_for_diagnose.py:batches", "--scan", "--json"]) == 3
     (incident,) = json.loads(capsys.readouterr().out)["incidents"]
     assert (incident["step"], incident["indices"]) == (0, [])
 
 
-def test_exceptions_of_user_code_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exceptions_of_user_code_and_mistakes(capsys):
     assert run(["diagnose", "c.yaml", "data.train.fail=true", "--scan"]) == 1
     assert "EOFError: short file" in capsys.readouterr().err
     assert run(["diagnose", "c.yaml", "loss._target_=./parts_for_diagnose.py:wrong"]) == 1
@@ -99,14 +93,11 @@ def test_exceptions_of_user_code_and_mistakes(capsys: pytest.CaptureFixture[str]
     assert "holds no run" in capsys.readouterr().err
 
 
-# ---- the incidents of a run ----------------------------------------------------------------------------------------
-
-
-def fit(*arguments: str) -> None:
+def fit(*arguments):
     assert run(["fit", "c.yaml", "--out", "out", "data.shuffle=false", *arguments]) == 0
 
 
-def test_the_incidents_of_a_run_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_incidents_of_a_run_newest_first(capsys):
     fit("data.train.bad=[1,9,22]")
     assert run(["diagnose", "out"]) == 0
     text = capsys.readouterr().out
@@ -125,9 +116,7 @@ def test_the_incidents_of_a_run_newest_first(capsys: pytest.CaptureFixture[str])
     assert run(["diagnose", "out", "loop.max_steps=3"]) == 2
 
 
-def test_json_has_the_incidents_as_they_are_on_disk_and_those_that_only_the_journal_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_has_the_incidents_as_they_are_on_disk_and_those_that_only_the_journal_has(capsys):
     fit("data.train.bad=[1,9]", "forensics.max_incidents=1")
     with open("out/journal.jsonl", "a") as journal:
         journal.write('{"event": "incident", "st')
@@ -139,7 +128,7 @@ def test_json_has_the_incidents_as_they_are_on_disk_and_those_that_only_the_jour
     assert run(["diagnose", "out"]) == 0
 
 
-def test_a_run_without_incidents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_incidents(capsys):
     fit()
     assert run(["diagnose", "out"]) == 0
     assert capsys.readouterr().out == "out: no incident\n"

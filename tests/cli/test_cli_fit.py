@@ -1,7 +1,5 @@
 """`safetrain fit`: what is trained, what is printed where, and every exit code."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -50,11 +48,11 @@ logging: {tensorboard: false}
 """
 
 
-def fit(*arguments: str) -> int:
+def fit(*arguments):
     return run(["fit", "c.yaml", "--out", "out", *arguments])
 
 
-def test_a_healthy_run_exits_with_0_and_leaves_a_run_directory(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_run_exits_with_0_and_leaves_a_run_directory(capfd):
     assert fit() == 0
     captured = capfd.readouterr()
     assert "loss" in captured.out
@@ -62,7 +60,7 @@ def test_a_healthy_run_exits_with_0_and_leaves_a_run_directory(capfd: pytest.Cap
     assert json.loads(Path("out/summary.json").read_text())["steps"] == 6
 
 
-def test_flags_are_overrides(capfd: pytest.CaptureFixture[str]) -> None:
+def test_flags_are_overrides(capfd):
     assert fit("--seed", "5", "--precision", "bf16", "--device", "cpu", "-q", "optimizer.lr=0.5", "~guards.clip") == 0
     assert capfd.readouterr().out == ""
     config = load_config("out/config.yaml")
@@ -71,19 +69,19 @@ def test_flags_are_overrides(capfd: pytest.CaptureFixture[str]) -> None:
     assert config.logging.console == "off"
 
 
-def test_fast_dev_run_is_five_steps() -> None:
+def test_fast_dev_run_is_five_steps():
     assert fit("--fast-dev-run", "-q") == 0
     assert json.loads(Path("out/summary.json").read_text())["steps"] == 5
 
 
-def test_json_prints_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_json_lines(capfd):
     assert fit("--json") == 0
     lines = capfd.readouterr().out.splitlines()
     assert len([json.loads(line) for line in lines]) >= 6
     assert fit("--json", "--quiet") == 2
 
 
-def test_a_trainer_of_ones_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_of_ones_own(capfd):
     assert fit("-q", "trainer._target_=./parts_for_cli.py:Mine") == 0
     assert capfd.readouterr().out.splitlines() == [f"mine {step}" for step in range(6)]
     assert fit("trainer._target_=./parts_for_cli.py:Data") == 2
@@ -102,9 +100,7 @@ def test_a_trainer_of_ones_own(capfd: pytest.CaptureFixture[str]) -> None:
         ("trainer._target_=./broken_for_cli.py:T", "ZeroDivisionError", "while the trainer's own module was imported"),
     ],
 )
-def test_an_exception_of_user_code_exits_with_1_and_says_when(
-    capfd: pytest.CaptureFixture[str], override: str, said: str, when: str
-) -> None:
+def test_an_exception_of_user_code_exits_with_1_and_says_when(capfd, override, said, when):
     Path("broken_for_cli.py").write_text("class T: ...\n1 / 0\n")
     assert fit("-q", override) == 1
     text = capfd.readouterr().err
@@ -114,7 +110,7 @@ def test_an_exception_of_user_code_exits_with_1_and_says_when(
     assert text.splitlines()[-1] == f"safetrain: the exception above was raised {when}"
 
 
-def test_config_usage_and_directory_errors_exit_with_2_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_config_usage_and_directory_errors_exit_with_2_without_a_traceback(capfd):
     assert fit("seed=x") == 2
     assert fit("data.train.size=0") == 2
     assert fit("-q", "data.train.size=12", "loop.max_epochs=1", "--out", "other") == 0
@@ -125,25 +121,25 @@ def test_config_usage_and_directory_errors_exit_with_2_without_a_traceback(capfd
     assert "already holds a run" in text
 
 
-def test_verbose_shows_the_traceback_of_a_config_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbose_shows_the_traceback_of_a_config_error(capfd):
     assert run(["fit", "c.yaml", "seed=x", "-v"], verbose=True) == 2
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_stopped_run_exits_with_4(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_exits_with_4(capfd):
     assert fit("-q", "data.train.bad=[0,1,2,3,4,5]", "recovery.max_refusals=1") == 4
     text = capfd.readouterr().err
     assert "max_refusals" in text
     assert "Traceback" not in text
 
 
-def test_survived_incidents_exit_with_5_only_under_strict() -> None:
+def test_survived_incidents_exit_with_5_only_under_strict():
     assert fit("-q", "data.train.bad=[4]", "--out", "a") == 0
     assert fit("-q", "data.train.bad=[4]", "--out", "b", "--strict") == 5
     assert fit("-q", "--out", "c", "--strict") == 0
 
 
-def test_interrupts_exit_with_128_plus_the_signal() -> None:
+def test_interrupts_exit_with_128_plus_the_signal():
     assert fit("-q", "data.train.fail=ctrl-c", "--out", "a") == 130
     handler = signal.getsignal(signal.SIGTERM)
     assert fit("-q", "data.train.fail=term", "--out", "b") == 143

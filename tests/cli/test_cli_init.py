@@ -1,7 +1,5 @@
 """`safetrain init`: the project it makes trains and passes its own test, and nothing is ever overwritten."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -19,7 +17,7 @@ from safetrain.lint import lint_paths
 FILES = ["config.yaml", "data.py", "model.py", "test_smoke.py"]
 
 
-def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def program(*arguments, cwd):
     """A process of its own: the project's `model` and `data` are modules with common names."""
     root = str(Path(safetrain.__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -28,7 +26,7 @@ def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_files_are_created_and_the_next_steps_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_created_and_the_next_steps_shown(capsys):
     assert run(["init", "deep/project"]) == 0
     out = capsys.readouterr().out
     assert sorted(path.name for path in Path("deep/project").iterdir()) == FILES
@@ -39,7 +37,7 @@ def test_files_are_created_and_the_next_steps_shown(capsys: pytest.CaptureFixtur
         assert step in out
 
 
-def test_the_current_directory_needs_no_cd(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_current_directory_needs_no_cd(capsys):
     Path("README.md").write_text("mine")
     assert run(["init", "."]) == 0
     assert "cd " not in capsys.readouterr().out
@@ -47,7 +45,7 @@ def test_the_current_directory_needs_no_cd(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_is_overwritten(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(name, capsys):
     Path("p").mkdir()
     Path("p", name).write_text("mine")
     assert run(["init", "p"]) == 2
@@ -58,7 +56,7 @@ def test_nothing_is_overwritten(name: str, capsys: pytest.CaptureFixture[str]) -
     assert Path("p", name).read_text() == "mine"
 
 
-def test_a_file_in_the_way_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_way_is_a_usage_error(capsys):
     Path("p").write_text("mine")
     assert run(["init", "p"]) == 2
     assert "p is a file" in capsys.readouterr().err
@@ -67,7 +65,7 @@ def test_a_file_in_the_way_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
     assert run(["init"]) == 2
 
 
-def test_the_project_is_short_valid_and_free_of_findings() -> None:
+def test_the_project_is_short_valid_and_free_of_findings():
     assert run(["init", "p"]) == 0
     assert sum(len(path.read_text().splitlines()) for path in Path("p").iterdir()) <= 100
     assert "# Edit" in Path("p/model.py").read_text()
@@ -79,7 +77,7 @@ def test_the_project_is_short_valid_and_free_of_findings() -> None:
     assert load_config("p/config.yaml").loop.max_steps == 300
 
 
-def test_the_project_trains_as_generated(tmp_path: Path) -> None:
+def test_the_project_trains_as_generated(tmp_path):
     assert run(["init", "p"]) == 0
     done = program("-m", "safetrain", "fit", "config.yaml", "--out", "out", "--strict", cwd=tmp_path / "p")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +89,7 @@ def test_the_project_trains_as_generated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_project_s_own_test_passes_as_generated(tmp_path: Path) -> None:
+def test_the_project_s_own_test_passes_as_generated(tmp_path):
     assert run(["init", "p"]) == 0
     done = program("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", cwd=tmp_path / "p")
     assert done.returncode == 0, done.stdout + done.stderr

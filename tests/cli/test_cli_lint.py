@@ -1,7 +1,5 @@
 """`safetrain lint`: what it prints, how it is limited, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,12 +17,12 @@ def f(x):
 
 
 @pytest.fixture(autouse=True)
-def _sources() -> None:
+def _sources():
     Path("bad.py").write_text(SOURCE)
     Path("good.py").write_text("import torch\n\ndef f(x):\n    return torch.log_softmax(x, -1)\n")
 
 
-def test_findings_are_printed_with_why_and_the_safe_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_printed_with_why_and_the_safe_form(capsys):
     assert run(["lint", "bad.py"]) == 3
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -35,12 +33,12 @@ def test_findings_are_printed_with_why_and_the_safe_form(capsys: pytest.CaptureF
     assert "2 findings in 1 file" in captured.err
 
 
-def test_nothing_found_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_found_exits_with_0(capsys):
     assert run(["lint", "good.py"]) == 0
     assert capsys.readouterr().out == "ok: nothing found in 1 file\n"
 
 
-def test_quiet_prints_one_line_per_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_one_line_per_finding(capsys):
     assert run(["lint", "-q", "."]) == 3
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 2
@@ -59,13 +57,13 @@ def test_quiet_prints_one_line_per_finding(capsys: pytest.CaptureFixture[str]) -
         (["--select", "ST7"], []),
     ],
 )
-def test_rules_are_selected_by_prefix(options: list[str], left: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_are_selected_by_prefix(options, left, capsys):
     assert run(["lint", "bad.py", "--json", *options]) == (3 if left else 0)
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert sorted(finding["code"] for finding in findings) == left
 
 
-def test_json_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_everything(capsys):
     assert run(["lint", ".", "--json"]) == 3
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["files"], data["lines"]) == (1, 2, 8)
@@ -76,7 +74,7 @@ def test_json_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert finding["safe"] == RULES["ST101"].safe
 
 
-def test_a_file_that_cannot_be_parsed_is_reported_and_the_others_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_parsed_is_reported_and_the_others_are_read(capsys):
     Path("broken.py").write_text("def f(:\n")
     assert run(["lint", ".", "-q"]) == 3
     out = capsys.readouterr().out
@@ -94,14 +92,14 @@ def test_a_file_that_cannot_be_parsed_is_reported_and_the_others_are_read(capsys
         (["bad.py", "--ignore", "ST999"], "--ignore ST999: there is no such rule"),
     ],
 )
-def test_mistakes_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_exit_with_2(arguments, message, capsys):
     assert run(["lint", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
 
 
-def test_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_are_listed(capsys):
     assert run(["lint", "--rules"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(RULES)

@@ -1,13 +1,10 @@
 """`safetrain replay`: the recorded step happens again, and a bundle cannot run what is not of this project."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,38 +73,30 @@ logging: {tensorboard: false, console: 'off'}
 """
 
 
-def fit(*arguments: str) -> Path:
+def fit(*arguments):
     assert run(["fit", "c.yaml", "--out", "out", *arguments]) == 0
     (bundle,) = Path("out/incidents").iterdir()
     return bundle
 
 
-def window_of(bundle: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def window_of(bundle):
     """The inputs of its only micro-batch, and scales that are all fine."""
     x, scale = torch.load(bundle / "replay.pt", weights_only=True)["window"][0]
     return x.clone(), torch.ones_like(scale)
 
 
-def change(bundle: Path, name: str, value: object) -> None:
+def change(bundle, name, value):
     contents = torch.load(bundle / "replay.pt", weights_only=True)
     torch.save({**contents, name: value}, bundle / "replay.pt")
 
 
-def test_the_step_is_reproduced_with_its_weights_buffers_and_dropout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_step_is_reproduced_with_its_weights_buffers_and_dropout(capsys):
     bundle = fit("loop.max_epochs=3", "recovery.heal=[]", "data.train.bad=[21]", "forensics.max_incidents=1")
     assert run(["replay", str(bundle)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("REPLAY of step 5: reproduced\n")
-    labels = (
-        "FIRST BAD OP  log",
-        "WHY",
-        "INPUTS",
-        "SAMPLES       1",
-        "FIX",
-        "Verified",
-        "REPLAY        reproduced, twice",
-    )
-    assert all(label in text for label in labels), text
+    labels = ("WHY", "INPUTS", "SAMPLES       1", "FIX", "Verified", "REPLAY        reproduced, twice")
+    assert all(label in text for label in ("FIRST BAD OP  log", *labels)), text
     assert ">" in text
     assert "    40  rates = rates * scale\n" in text
     assert "example_loss" not in text  # which is another function
@@ -115,7 +104,7 @@ def test_the_step_is_reproduced_with_its_weights_buffers_and_dropout(capsys: pyt
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(capsys):
     bundle = fit()
     capsys.readouterr()
     assert run(["replay", str(bundle), "--json", "--no-remedies"]) == 0
@@ -127,14 +116,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["incident"]["remedies"] == []
 
 
-def test_a_step_that_is_healthy_now_is_not_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_is_healthy_now_is_not_reproduced(capsys):
     bundle = fit()
     change(bundle, "window", [window_of(bundle)])
     assert run(["replay", str(bundle)]) == 3
     assert "not reproduced" in capsys.readouterr().out
 
 
-def test_another_origin_or_loss_is_different(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_origin_or_loss_is_different(capsys):
     bundle = fit()
     x, scale = window_of(bundle)
     x[3, 0] = float("nan")
@@ -145,9 +134,7 @@ def test_another_origin_or_loss_is_different(capsys: pytest.CaptureFixture[str])
     assert "phase: data now, forward recorded" in text
 
 
-def test_a_finite_incident_is_reproduced_when_its_loss_is_the_same_to_the_bit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_finite_incident_is_reproduced_when_its_loss_is_the_same_to_the_bit(capsys):
     bundle = fit()
     recorded = json.loads((bundle / "incident.json").read_text())
     recorded["trigger"] = {"guard": "spike", "signal": "loss", "value": 7.5}
@@ -160,7 +147,7 @@ def test_a_finite_incident_is_reproduced_when_its_loss_is_the_same_to_the_bit(
     assert run(["replay", str(bundle)]) == 0
 
 
-def test_a_trainer_of_ones_own_and_a_batch_of_ones_own_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_of_ones_own_and_a_batch_of_ones_own_class(capsys):
     bundle = fit("trainer._target_=./parts_for_replay.py:Mine", "~loss")
     assert run(["replay", str(bundle)]) == 0
     shutil.rmtree("out")
@@ -174,14 +161,14 @@ def test_a_trainer_of_ones_own_and_a_batch_of_ones_own_class(capsys: pytest.Capt
     assert run(["replay", str(bundle)]) == 0, capsys.readouterr()
 
 
-def test_half_precision_and_several_micro_batches() -> None:
+def test_half_precision_and_several_micro_batches():
     bundle = fit("loop.grad_accum=2", "loop.precision=bf16", "recovery.ladder=[skip]")
     contents = torch.load(bundle / "replay.pt", weights_only=True)
     assert (len(contents["window"]), contents["precision"], contents["loss"]) == (2, "bf16", None)
     assert run(["replay", str(bundle)]) == 0
 
 
-def test_a_run_made_in_python_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_made_in_python_says_what_to_do(capsys):
     from safetrain import SafeTrainer
     from safetrain.incidents.bundle import read_bundle
     from safetrain.incidents.replay import replay
@@ -189,7 +176,7 @@ def test_a_run_made_in_python_says_what_to_do(capsys: pytest.CaptureFixture[str]
     model = torch.nn.Linear(3, 3)
     batches = [(torch.ones(2, 3), torch.tensor([1.0, float(i != 2)])) for i in range(4)]
 
-    def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(model, batch):
         return torch.log(model(batch[0]).square().sum(1) * batch[1]).mean()
 
     config = {"loop": {"device": "cpu"}, "logging": {"console": "off", "tensorboard": False}}
@@ -210,7 +197,7 @@ def test_a_run_made_in_python_says_what_to_do(capsys: pytest.CaptureFixture[str]
 # ---- what may run --------------------------------------------------------------------------------------------------
 
 
-def elsewhere(text: str) -> Path:
+def elsewhere(text):
     """A source file outside the project that leaves a trace when it is executed."""
     path = Path("..") / "elsewhere" / "evil_for_replay.py"
     path.parent.mkdir()
@@ -218,14 +205,14 @@ def elsewhere(text: str) -> Path:
     return path.resolve()
 
 
-def retarget(old: str, new: str) -> None:
+def retarget(old, new):
     config = Path("out/config.yaml")
     text = config.read_text()
     assert old in text
     config.write_text(text.replace(old, new))
 
 
-def test_code_from_elsewhere_runs_only_with_trust(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_from_elsewhere_runs_only_with_trust(capsys):
     bundle = fit()
     evil = elsewhere(PARTS)
     here = str(Path("parts_for_replay.py").absolute())
@@ -239,7 +226,7 @@ def test_code_from_elsewhere_runs_only_with_trust(capsys: pytest.CaptureFixture[
     assert Path("trace").exists()
 
 
-def test_an_installed_function_is_not_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_function_is_not_called(capsys):
     bundle = fit()
     retarget(f"_target_: {Path('parts_for_replay.py').absolute()}:Net", "_target_: os.mkdir\n  path: made")
     assert run(["replay", str(bundle)]) == 2
@@ -247,7 +234,7 @@ def test_an_installed_function_is_not_called(capsys: pytest.CaptureFixture[str])
     assert not Path("made").exists()
 
 
-def test_a_run_cannot_bring_its_code_along() -> None:
+def test_a_run_cannot_bring_its_code_along():
     bundle = fit()
     evil = elsewhere(PARTS)
     brought = Path("out/evil_for_replay.py").absolute()
@@ -260,7 +247,7 @@ def test_a_run_cannot_bring_its_code_along() -> None:
     assert not Path("trace").exists()
 
 
-def test_a_batch_cannot_name_a_class_from_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_cannot_name_a_class_from_elsewhere(capsys):
     bundle = fit()
     evil = elsewhere("class Batch: ...\n")
     empty = {"is_new": True, "arguments": [], "state": None, "items": None, "pairs": None}
@@ -271,18 +258,16 @@ def test_a_batch_cannot_name_a_class_from_elsewhere(capsys: pytest.CaptureFixtur
 
 
 class Trap:
-    def __init__(self, act: Callable[..., object], *arguments: object) -> None:
+    def __init__(self, act, *arguments):
         self._reduced = (act, arguments)
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+    def __reduce__(self):
         return self._reduced
 
 
 @pytest.mark.parametrize("writer", [torch.save, lambda value, path: Path(path).write_bytes(pickle.dumps(value))])
 @pytest.mark.parametrize("flags", [[], ["--trust"]])
-def test_a_malicious_pickle_runs_nothing(
-    writer: Callable[..., object], flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malicious_pickle_runs_nothing(writer, flags, capsys):
     bundle = fit()
     writer({"schema": 1, "window": Trap(os.mkdir, "trapped")}, bundle / "replay.pt")
     assert run(["replay", str(bundle), *flags]) == 2
@@ -290,7 +275,7 @@ def test_a_malicious_pickle_runs_nothing(
     assert not Path("trapped").exists()
 
 
-def test_what_is_not_a_bundle_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_a_bundle_is_said(capsys):
     bundle = fit()
     assert run(["replay", "out"]) == 2
     assert "not an incident's directory" in capsys.readouterr().err
@@ -309,7 +294,7 @@ def test_what_is_not_a_bundle_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "its schema is 7" in capsys.readouterr().err
 
 
-def test_an_exception_in_user_code_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_in_user_code_exits_with_1(capsys):
     bundle = fit()
     source = Path("parts_for_replay.py")
     source.write_text(

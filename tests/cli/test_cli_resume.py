@@ -1,8 +1,5 @@
 """`safetrain resume`, `fit --resume auto` and `export`: what they do, refuse and exit with."""
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import subprocess
@@ -10,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from records import journal
 from safetensors.torch import load_file, load_model
 from small import assert_same
 
@@ -53,26 +51,25 @@ logging: {tensorboard: false}
 """
 
 
-def fit(*arguments: str) -> int:
+def fit(*arguments):
     return run(["fit", "c.yaml", "-q", *arguments])
 
 
-def in_process(*arguments: str, **environment: str) -> int:
+def in_process(*arguments, **environment):
     code = "import sys, torch; torch.set_num_threads(1); from safetrain.cli.main import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env={**os.environ, **environment}, timeout=120, check=False).returncode
 
 
-def steps_of(run_dir: str) -> list[int]:
-    lines = [json.loads(line) for line in (Path(run_dir) / "journal.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if line["event"] == "step"]
+def steps_of(run_dir):
+    return [line["step"] for line in journal(Path(run_dir)) if line["event"] == "step"]
 
 
 @pytest.mark.parametrize(
     ("sent", "code", "newest"),
     [("term", 143, 6), ("int", 130, 6), ("twice", -signal.SIGTERM, 3), ("kill", -signal.SIGKILL, 3)],
 )
-def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent: str, code: int, newest: int) -> None:
+def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent, code, newest):
     assert fit("--out", "whole") == 0
     assert in_process("fit", "c.yaml", "-q", "--out", "pieces", SIGNAL=sent) == code
     assert max(Path("pieces/checkpoints").glob("step-????????")).name == f"step-{newest:08d}"
@@ -82,7 +79,7 @@ def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent: str, co
     assert steps_of("pieces") == steps_of("whole") == list(range(16))
 
 
-def test_fit_resume_auto_starts_continues_and_needs_a_directory(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_resume_auto_starts_continues_and_needs_a_directory(capfd):
     assert in_process("fit", "c.yaml", "-q", "--out", "run", "--resume", "auto", SIGNAL="kill") == -signal.SIGKILL
     assert fit("--out", "run", "--resume", "auto") == 0
     assert steps_of("run") == list(range(16))
@@ -90,7 +87,7 @@ def test_fit_resume_auto_starts_continues_and_needs_a_directory(capfd: pytest.Ca
     assert "needs --out" in capfd.readouterr().err
 
 
-def test_changes_are_applied_refused_or_forced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_applied_refused_or_forced(capfd):
     assert fit("--out", "run") == 0
     assert run(["resume", "run", "loop.max_steps=20", "checkpoint.keep_last=1"]) == 0
     assert steps_of("run") == list(range(20))
@@ -106,12 +103,12 @@ def test_changes_are_applied_refused_or_forced(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("which", ["best", "last", "ema"])
-def test_exported_weights_load_into_the_plain_model(which: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exported_weights_load_into_the_plain_model(which, capfd):
     assert fit("--out", "run") == 0
     assert run(["export", "run", "out/weights.safetensors", "--which", which]) == 0
     assert which in capfd.readouterr().out
     sys.path.insert(0, ".")
-    from parts_for_resume import Net  # type: ignore[import-not-found]
+    from parts_for_resume import Net
 
     model = Net()
     model.load_state_dict(load_file("out/weights.safetensors"))
@@ -121,7 +118,7 @@ def test_exported_weights_load_into_the_plain_model(which: str, capfd: pytest.Ca
         assert_same(dict(model.state_dict()), {k: load_file(f"run/checkpoints/{name}")[k] for k in model.state_dict()})
 
 
-def test_a_file_is_replaced_only_if_that_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_replaced_only_if_that_is_asked_for(capfd):
     assert fit("--out", "run") == 0
     Path("mine.safetensors").write_text("precious")
     assert run(["export", "run", "mine.safetensors"]) == 2
@@ -131,7 +128,7 @@ def test_a_file_is_replaced_only_if_that_is_asked_for(capfd: pytest.CaptureFixtu
     assert load_file("mine.safetensors")
 
 
-def test_what_cannot_be_exported_is_an_error_and_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_an_error_and_writes_nothing(capfd):
     assert fit("--out", "run", "loop.ema=null", "data.eval=null") == 0
     assert run(["export", "run", "x.safetensors", "--which", "ema"]) == 2
     assert run(["export", "run", "x.safetensors", "--which", "best"]) == 2
@@ -145,7 +142,7 @@ def test_what_cannot_be_exported_is_an_error_and_writes_nothing(capfd: pytest.Ca
     assert not Path("x.safetensors").exists()
 
 
-def test_a_run_in_use_by_another_process_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_use_by_another_process_is_refused(capfd):
     assert fit("--out", "run") == 0
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
@@ -172,7 +169,7 @@ sys.stdin.read()
 """
 
 
-def test_a_forced_change_of_what_is_in_the_saved_state_is_reported() -> None:
+def test_a_forced_change_of_what_is_in_the_saved_state_is_reported():
     before, after = (load_config({"optimizer": {"_target_": "torch.optim.SGD", "lr": lr}}) for lr in (0.1, 0.5))
     after.loop.max_steps = 7
     assert check_changes(before, after, force=True) == [
@@ -181,7 +178,7 @@ def test_a_forced_change_of_what_is_in_the_saved_state_is_reported() -> None:
     ]
 
 
-def test_a_run_that_becomes_longer_than_its_schedule_is_warned_about() -> None:
+def test_a_run_that_becomes_longer_than_its_schedule_is_warned_about():
     schedule = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 20}
     before, after = (load_config({"scheduler": schedule, "loop": {"max_steps": steps}}) for steps in (20, 30))
     lengthened, schedule_is_over = check_changes(before, after, force=False)

@@ -15,7 +15,7 @@ COUNTED = {function.__code__: function.__name__ for function in (load, validate.
 
 @pytest.fixture
 def counts():
-    found: Counter[str] = Counter()
+    found = Counter()
 
     def note(frame, event, argument):
         if event == "call" and frame.f_code in COUNTED:

@@ -1,7 +1,5 @@
 """Sources, composition and the typed result."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -9,11 +7,12 @@ import pytest
 from config_files import problems_of, write
 from omegaconf import OmegaConf
 
-from safetrain.config import Config, LoopConfig, Override, bundled_dir, load, load_config, recipe_names, to_yaml
+from safetrain.config import Config, Override, bundled_dir, load, load_config, recipe_names, to_yaml
+from safetrain.config.schema import LoopConfig
 from safetrain.guards import DEFAULT, REGISTRY
 
 
-def test_no_source_gives_the_defaults_with_every_default_guard() -> None:
+def test_no_source_gives_the_defaults_with_every_default_guard():
     config = load_config()
     assert config == dataclasses.replace(Config(), guards={name: REGISTRY[name].Config() for name in DEFAULT})
 
@@ -29,13 +28,13 @@ def test_no_source_gives_the_defaults_with_every_default_guard() -> None:
     ],
     ids=["dict", "dict of dataclass", "omegaconf", "structured omegaconf", "dataclass"],
 )
-def test_every_kind_of_source_is_completed_with_defaults(source: object) -> None:
+def test_every_kind_of_source_is_completed_with_defaults(source):
     expected = load_config()
     expected.loop.max_steps = 7
-    assert load_config(source) == expected  # type: ignore[arg-type]
+    assert load_config(source) == expected
 
 
-def test_a_file_is_found_by_str_and_by_path_and_nothing_else_is_read() -> None:
+def test_a_file_is_found_by_str_and_by_path_and_nothing_else_is_read():
     path = write("sub/mine.yaml", "loop: {max_steps: 7}\n")
     assert load_config("sub/mine.yaml") == load_config(path) == load_config(str(path))
     assert load_config(path).loop.max_steps == 7
@@ -43,7 +42,7 @@ def test_a_file_is_found_by_str_and_by_path_and_nothing_else_is_read() -> None:
     assert "cannot be read from a list" in problems_of([1])[0]
 
 
-def test_name_is_the_files_unless_given() -> None:
+def test_name_is_the_files_unless_given():
     write("mine.yaml", "seed: 1\n")
     write("given.yaml", "name: other\n")
     assert load_config("mine.yaml").name == "mine"
@@ -53,22 +52,19 @@ def test_name_is_the_files_unless_given() -> None:
 
 
 @pytest.mark.parametrize("text", ["# nothing\n", "loop:\ndata:\nrecovery: null\n"], ids=["file", "sections"])
-def test_what_is_empty_means_its_defaults(text: str) -> None:
+def test_what_is_empty_means_its_defaults(text):
     write("run.yaml", text)
     assert load_config("run.yaml") == load_config()
 
 
-# --- recipes -----------------------------------------------------------------------------------------------------
-
-
-def test_recipes_are_found_by_name_from_any_directory() -> None:
+def test_recipes_are_found_by_name_from_any_directory():
     assert (bundled_dir() / "configs").is_dir()
     assert "quickstart" in recipe_names()
     Path("quickstart").mkdir()  # hides nothing
     assert load_config("quickstart").name == "quickstart"
 
 
-def test_an_installed_package_uses_its_own_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installed_package_uses_its_own_copy(monkeypatch, tmp_path):
     from safetrain.config import sources
 
     package = tmp_path / "site" / "safetrain"
@@ -79,14 +75,14 @@ def test_an_installed_package_uses_its_own_copy(monkeypatch: pytest.MonkeyPatch,
     assert load_config("only").seed == 5
 
 
-def test_an_unknown_name_lists_close_ones_and_the_recipes() -> None:
+def test_an_unknown_name_lists_close_ones_and_the_recipes():
     (problem,) = problems_of("quickstrat")
     assert "did you mean 'quickstart'" in problem
     for name in recipe_names():
         assert name in problem or name.endswith("_broken")  # the twins would double the list
 
 
-def test_a_missing_file_names_its_close_neighbours() -> None:
+def test_a_missing_file_names_its_close_neighbours():
     write("train.yaml", "")
     (problem,) = problems_of("trian.yaml")
     assert "'trian.yaml'" in problem
@@ -94,10 +90,7 @@ def test_a_missing_file_names_its_close_neighbours() -> None:
     assert "directory" in problems_of(".")[0]
 
 
-# --- composition -------------------------------------------------------------------------------------------------
-
-
-def test_extends_merges_deep_later_wins_and_the_file_wins_over_all() -> None:
+def test_extends_merges_deep_later_wins_and_the_file_wins_over_all():
     write("a.yaml", "loop: {max_steps: 1, log_every: 1, grad_accum: 1}\nseed: 1\n")
     write("sub/b.yaml", "extends: ../a.yaml\nloop: {log_every: 2, grad_accum: 2}\n")
     write("c.yaml", "extends: a.yaml\nloop: {eval_every: 9, log_every: 7}\n")  # of the same base
@@ -107,7 +100,7 @@ def test_extends_merges_deep_later_wins_and_the_file_wins_over_all() -> None:
     assert (loop.max_steps, loop.log_every, loop.grad_accum, loop.eval_every, config.seed) == (1, 2, 3, 9, 1)
 
 
-def test_extends_takes_a_recipe_and_works_in_a_dict() -> None:
+def test_extends_takes_a_recipe_and_works_in_a_dict():
     write("main.yaml", "extends: quickstart\nloop: {max_steps: 3}\n")
     expected = load_config("quickstart", ["loop.max_steps=3"])
     assert load_config("main.yaml") == expected
@@ -122,7 +115,7 @@ def test_extends_takes_a_recipe_and_works_in_a_dict() -> None:
         ("extends: b.yaml\n", "b.yaml:2: extends:", "a.yaml → b.yaml → a.yaml"),
     ],
 )
-def test_extends_of_a_missing_file_or_in_a_circle_says_where(text: str, place: str, message: str) -> None:
+def test_extends_of_a_missing_file_or_in_a_circle_says_where(text, place, message):
     write("a.yaml", text)
     write("b.yaml", "seed: 1\nextends: [a.yaml]\n")
     (problem,) = problems_of("a.yaml")
@@ -130,13 +123,13 @@ def test_extends_of_a_missing_file_or_in_a_circle_says_where(text: str, place: s
     assert message in problem
 
 
-def test_an_empty_section_keeps_what_was_extended() -> None:
+def test_an_empty_section_keeps_what_was_extended():
     write("a.yaml", "loop: {max_steps: 5}\n")
     write("b.yaml", "extends: a.yaml\nloop:\n")
     assert load_config("b.yaml").loop.max_steps == 5
 
 
-def test_another_target_replaces_the_node_whole_and_the_same_target_merges() -> None:
+def test_another_target_replaces_the_node_whole_and_the_same_target_merges():
     write("a.yaml", "optimizer: {_target_: torch.optim.AdamW, weight_decay: 0.5}\n")
     write("other.yaml", "extends: a.yaml\noptimizer: {_target_: torch.optim.SGD, momentum: 0.9}\n")
     write("same.yaml", "extends: a.yaml\noptimizer: {_target_: torch.optim.AdamW, lr: 0.1}\n")
@@ -146,14 +139,14 @@ def test_another_target_replaces_the_node_whole_and_the_same_target_merges() -> 
     assert load_config("same.yaml").optimizer == load_config("args.yaml").optimizer == merged
 
 
-def test_the_same_file_target_seen_from_two_directories_is_the_same_target() -> None:
+def test_the_same_file_target_seen_from_two_directories_is_the_same_target():
     write("m.py", "class Net:\n    def __init__(self, a=1, b=1): ...\n")
     write("base.yaml", "model: {_target_: './m.py:Net', a: 2}\n")
     write("sub/main.yaml", "extends: ../base.yaml\nmodel: {_target_: '../m.py:Net', b: 3}\n")
     assert load_config("sub/main.yaml").model == {"_target_": f"{Path.cwd() / 'm.py'}:Net", "a": 2, "b": 3}
 
 
-def test_yaml_merge_keys_and_anchors() -> None:
+def test_yaml_merge_keys_and_anchors():
     write("a.yaml", "loop: &l {max_steps: 5, log_every: 2}\n")
     write(
         "b.yaml",
@@ -167,10 +160,7 @@ data:
     assert load_config("b.yaml").data.eval == {"_target_": "builtins.range", "a": 1, "b": 3}
 
 
-# --- interpolation -----------------------------------------------------------------------------------------------
-
-
-def test_interpolation_reads_other_values_defaults_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_reads_other_values_defaults_and_the_environment(monkeypatch):
     monkeypatch.setenv("STEPS", "12")
     write(
         "a.yaml",
@@ -195,7 +185,7 @@ data: {eval: "${data.train}", train: {_target_: builtins.range, stop: "${loop.gr
         ("${", "valid"),
     ],
 )
-def test_interpolation_that_fails_is_a_problem_with_its_place(text: str, why: str) -> None:
+def test_interpolation_that_fails_is_a_problem_with_its_place(text, why):
     write("a.yaml", f"seed: 1\nname: '{text}'\nnme: 1\n")
     problems = problems_of("a.yaml")
     assert len(problems) == 2
@@ -203,30 +193,27 @@ def test_interpolation_that_fails_is_a_problem_with_its_place(text: str, why: st
     assert why in problems[0]
 
 
-def test_a_value_that_must_be_given_is_a_problem_until_it_is() -> None:
+def test_a_value_that_must_be_given_is_a_problem_until_it_is():
     write("a.yaml", "seed: ???\nmodel: {_target_: torch.nn.Linear, in_features: '???', out_features: 1}\n")
     assert [p.split(": ")[1] for p in problems_of("a.yaml")] == ["seed", "model.in_features"]
     assert load_config("a.yaml", ["seed=1", "model.in_features=2"]).seed == 1
 
 
-def test_escaped_interpolation_is_text_and_stays_text() -> None:
+def test_escaped_interpolation_is_text_and_stays_text():
     config = load_config({"name": "\\${seed}"})
     assert config.name == "${seed}"
     assert load_config(config).name == "${seed}"
     assert load_config(OmegaConf.create(to_yaml(config))).name == "${seed}"
 
 
-# --- guards ------------------------------------------------------------------------------------------------------
-
-
-def test_guards_are_typed_and_completed() -> None:
+def test_guards_are_typed_and_completed():
     config = load_config({"guards": {"clip": {"mode": "norm", "max_norm": 2}}})
     defaults = {name: REGISTRY[name].Config() for name in DEFAULT}
     assert config.guards == {**defaults, "clip": REGISTRY["clip"].Config(mode="norm", max_norm=2.0)}
     assert isinstance(config.guards["clip"].max_norm, float)
 
 
-def test_null_turns_one_guard_off_or_all_and_what_is_off_can_be_turned_on_again() -> None:
+def test_null_turns_one_guard_off_or_all_and_what_is_off_can_be_turned_on_again():
     assert load_config({"guards": {"clip": None}}).guards["clip"] is None
     assert load_config({"guards": None}).guards == dict.fromkeys(DEFAULT)
     write("base.yaml", "guards: {clip: {mode: norm}, mine: {_target_: builtins.dict}}\n")
@@ -238,7 +225,7 @@ def test_null_turns_one_guard_off_or_all_and_what_is_off_can_be_turned_on_again(
     assert guards["finite"] is None
 
 
-def test_an_outside_guard_stays_a_target_and_can_be_turned_off() -> None:
+def test_an_outside_guard_stays_a_target_and_can_be_turned_off():
     write("g.py", "class Mine:\n    def __init__(self, limit): ...\n")
     write("a.yaml", "guards: {mine: {_target_: './g.py:Mine', limit: 3}}\n")
     assert load_config("a.yaml").guards["mine"] == {"_target_": f"{Path.cwd() / 'g.py'}:Mine", "limit": 3}
@@ -246,10 +233,7 @@ def test_an_outside_guard_stays_a_target_and_can_be_turned_off() -> None:
         assert "mine" not in load_config("a.yaml", [off]).guards
 
 
-# --- origins -----------------------------------------------------------------------------------------------------
-
-
-def test_origins_name_where_each_value_came_from() -> None:
+def test_origins_name_where_each_value_came_from():
     write("shared/base.yaml", "seed: 1\nloop:\n  max_steps: 5\n  log_every: 5\n")
     write("main.yaml", "extends: shared/base.yaml\n\nloop:\n  log_every: 6\nguards: {clip: null}\n")
     loaded = load("main.yaml", ["data.batch_size=8", Override("seed", 3, origin="--seed")])
@@ -297,7 +281,7 @@ class Lower(Ceiling):
 
 
 @pytest.mark.parametrize("name", ["Ceiling", "Nested", "Lower"])
-def test_options_of_an_outside_guard_are_known_by_its_config(name: str) -> None:
+def test_options_of_an_outside_guard_are_known_by_its_config(name):
     write("g.py", GUARD)
     good = {"guards": {"mine": {"_target_": f"./g.py:{name}", "limit": 2.0}}}
     assert load_config(good).guards["mine"]["limit"] == 2.0

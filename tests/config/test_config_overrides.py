@@ -1,11 +1,8 @@
 """`key=value` and `~key`, by example and as properties."""
 
-from __future__ import annotations
-
 import dataclasses
 import string
 import typing
-from typing import Any
 
 import pytest
 import yaml
@@ -20,12 +17,12 @@ from safetrain.core.options import config_attribute
 from safetrain.guards import REGISTRY
 
 
-def problem_of(*overrides: str, source: object = None) -> str:
+def problem_of(*overrides, source=None):
     (problem,) = problems_of(source, overrides)
     return problem
 
 
-def test_values_are_yaml() -> None:
+def test_values_are_yaml():
     config = load_config(
         None,
         [
@@ -45,21 +42,21 @@ def test_values_are_yaml() -> None:
     assert config.loop.device == "cuda:1"
 
 
-def test_items_of_lists_are_reached_by_index() -> None:
+def test_items_of_lists_are_reached_by_index():
     source = {"model": {"_target_": "builtins.dict", "items": [{"_target_": "builtins.dict", "a": 1}, 2]}}
     config = load_config(source, ["model.items.0.a=5", "model.items[1]=6"])
     assert config.model == {"_target_": "builtins.dict", "items": [{"_target_": "builtins.dict", "a": 5}, 6]}
-    assert load_config(source, ["~model.items.1"]).model["items"] == source["model"]["items"][:1]  # type: ignore[index]
+    assert load_config(source, ["~model.items.1"]).model["items"] == source["model"]["items"][:1]
     assert "is not an index of model.items, a list of 2" in problem_of("model.items.2=1", source=source)
 
 
-def test_a_new_target_drops_the_old_arguments_and_keeps_the_new_in_any_order() -> None:
+def test_a_new_target_drops_the_old_arguments_and_keeps_the_new_in_any_order():
     changes = ["optimizer.momentum=0.9", "optimizer._target_=torch.optim.SGD"]
     expected = {"_target_": "torch.optim.SGD", "momentum": 0.9}
     assert load_config(None, changes).optimizer == load_config(None, changes[::-1]).optimizer == expected
 
 
-def test_deleting() -> None:
+def test_deleting():
     source = {
         "scheduler": {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 0.5},
         "optimizer": {"lr": 0.5, "eps": 1e-3},
@@ -97,18 +94,15 @@ def test_deleting() -> None:
         ("extends=quickstart", "only a config file can extend others"),
     ],
 )
-def test_problem(override: str, problem: str) -> None:
+def test_problem(override, problem):
     assert problem in problem_of(override)
 
 
-def test_a_string_instead_of_a_list_is_not_taken_letter_by_letter() -> None:
+def test_a_string_instead_of_a_list_is_not_taken_letter_by_letter():
     assert "overrides must be a list of strings" in problems_of(None, "seed=1")[0]
 
 
-# --- properties --------------------------------------------------------------------------------------------------
-
-
-def values_of(field: Any) -> st.SearchStrategy[Any]:
+def values_of(field):
     if typing.get_origin(field.type) is list:
         items = st.sampled_from(field.choices) if field.choices else st.text(string.ascii_lowercase, max_size=8)
         return st.lists(items, max_size=3)
@@ -118,7 +112,7 @@ def values_of(field: Any) -> st.SearchStrategy[Any]:
     low = bounds.get("ge", bounds.get("gt"))
     high = bounds.get("le", bounds.get("lt"))
     members = {getattr(member, "__name__", "") for member in getattr(field.type, "__args__", (field.type,))}
-    kinds: list[st.SearchStrategy[Any]] = []
+    kinds = []
     if "int" in members:
         kinds.append(st.integers(None if low is None else int(low), int(high) if high is not None else 10**9))
     if "float" in members:
@@ -155,14 +149,14 @@ FIELDS = {
 }
 
 
-def value_at(config: Config, key: str) -> Any:
-    value: Any = config
+def value_at(config, key):
+    value = config
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, config_attribute(part))
     return value
 
 
-def as_override(key: str, value: Any) -> str:
+def as_override(key, value):
     written = yaml.safe_dump(value, default_flow_style=True, default_style='"' if isinstance(value, str) else None)
     return f"{key}={written.removesuffix('...' + chr(10))}"
 
@@ -177,7 +171,7 @@ changes = st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none(), max_size=6
 
 @settings(max_examples=40, deadline=None)
 @given(changes, st.randoms(use_true_random=False))
-def test_overrides_set_exactly_what_they_name_in_any_order(given_values: dict[str, Any], random: Any) -> None:
+def test_overrides_set_exactly_what_they_name_in_any_order(given_values, random):
     overrides = [as_override(key, value) for key, value in given_values.items()]
     config = load_config(None, overrides)
     default = load_config()
@@ -189,7 +183,7 @@ def test_overrides_set_exactly_what_they_name_in_any_order(given_values: dict[st
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(FIELDS)).flatmap(lambda key: st.tuples(st.just(key), VALUES[key], VALUES[key])))
-def test_the_last_override_of_a_key_wins_and_deleting_it_restores_the_default(case: tuple[str, Any, Any]) -> None:
+def test_the_last_override_of_a_key_wins_and_deleting_it_restores_the_default(case):
     key, first, second = case
     twice = load_config(None, [as_override(key, first), as_override(key, second)])
     assert twice == load_config(None, [as_override(key, second)])

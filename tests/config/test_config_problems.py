@@ -1,7 +1,5 @@
 """Every mistake is found, all at once, with its place and with what to do."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from config_files import problems_of
 from safetrain.config import load_config
 
 
-def problems_in(text: str, overrides: tuple[str, ...] = ()) -> list[str]:
+def problems_in(text, overrides=()):
     Path("c.yaml").write_text(text)
     return problems_of("c.yaml", overrides)
 
@@ -63,12 +61,12 @@ def problems_in(text: str, overrides: tuple[str, ...] = ()) -> list[str]:
         ("[a]: 1\n", "a key must be a plain word"),
     ],
 )
-def test_problem(text: str, problem: str) -> None:
+def test_problem(text, problem):
     (found,) = problems_in(text)
     assert problem in found
 
 
-def test_text_that_is_not_utf8_or_no_yaml() -> None:
+def test_text_that_is_not_utf8_or_no_yaml():
     Path("c.yaml").write_bytes(b"name: \xff\n")
     assert "save the file as UTF-8" in problems_of("c.yaml")[0]
     (problem,) = problems_in("seed: 1\nloop: }\n")
@@ -76,7 +74,7 @@ def test_text_that_is_not_utf8_or_no_yaml() -> None:
     assert "'loop: }'" in problem
 
 
-def test_all_problems_come_at_once_whatever_their_kind() -> None:
+def test_all_problems_come_at_once_whatever_their_kind():
     text = """
 nme: x
 loop: {max_steps: ten, precision: fp8}
@@ -95,13 +93,13 @@ data: {batch_size: 0, batch_size: 0}
     assert len(problems) == 13
 
 
-def test_problems_of_a_base_name_the_base() -> None:
+def test_problems_of_a_base_name_the_base():
     Path("base.yaml").write_text("seed: 1\nlop: {}\n")
     (problem,) = problems_in("extends: base.yaml\n")
     assert problem == "base.yaml:2: lop: unknown key, did you mean 'loop'?"
 
 
-def test_what_yaml_gets_wrong_is_read_as_meant() -> None:
+def test_what_yaml_gets_wrong_is_read_as_meant():
     Path("c.yaml").write_text(
         """
 name: 007
@@ -122,7 +120,7 @@ logging: {console: off}
     assert config.logging.console == "off"
 
 
-def test_what_python_gives_is_read_as_the_field_stores_it() -> None:
+def test_what_python_gives_is_read_as_the_field_stores_it():
     config = load_config({"loop": {"ema": "1e-3", "max_steps": "10"}, "data": {"shuffle": "false"}})
     assert (config.loop.ema, config.loop.max_steps, config.data.shuffle) == (1e-3, 10, False)
     assert isinstance(load_config({"guards": {"clip": {"z": 3}}}).guards["clip"].z, float)

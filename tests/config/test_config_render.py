@@ -1,10 +1,6 @@
 """Configs as text: round trips, origins, documentation and the schema."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -55,7 +51,7 @@ configs = st.builds(
 )
 
 
-def literally(value: Any) -> Any:
+def literally(value):
     """Strings as a dict source must spell them to mean themselves."""
     from safetrain.config.tree import escape
 
@@ -68,9 +64,7 @@ def literally(value: Any) -> Any:
 
 @settings(max_examples=50, deadline=None)
 @given(configs)
-def test_yaml_of_a_config_loads_back_to_an_equal_one(
-    tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
-) -> None:
+def test_yaml_of_a_config_loads_back_to_an_equal_one(tmp_path_factory, data):
     loaded = load(literally(data))
     config = loaded.config
     assert config.model == data["model"]
@@ -82,21 +76,21 @@ def test_yaml_of_a_config_loads_back_to_an_equal_one(
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_saved_recipe_works_from_anywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_recipe_works_from_anywhere(name, tmp_path, monkeypatch):
     config = load_config(name)
     (tmp_path / "saved.yaml").write_text(to_yaml(config))
     monkeypatch.chdir(tmp_path)
     assert load_config("saved.yaml") == config
 
 
-def test_the_yaml_is_complete_and_readable_by_any_reader() -> None:
+def test_the_yaml_is_complete_and_readable_by_any_reader():
     data = yaml.safe_load(to_yaml(load_config()))
     assert list(data) == list(fields_of(Config))
     assert data["guards"]["clip"]["z"] == 4.0
     assert data["optimizer"]["lr"] == 1e-3
 
 
-def test_origins_stand_behind_values_and_docs_above_them(tmp_path: Path) -> None:
+def test_origins_stand_behind_values_and_docs_above_them(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("loop:\n  max_steps: 3\n")
     loaded = load(path, ["seed=1"])
@@ -107,7 +101,7 @@ def test_origins_stand_behind_values_and_docs_above_them(tmp_path: Path) -> None
     assert f"    # {field_docs(REGISTRY['clip'].Config)['z']}\n    z: 4.0  # default\n" in text
 
 
-def test_the_schema_text_names_every_field_with_what_it_accepts() -> None:
+def test_the_schema_text_names_every_field_with_what_it_accepts():
     text = schema_text()
     assert "    max_steps: an integer ≥ 1 or null (default: null)\n        Stop after this many" in text
     assert "        mode: one of adaptive, norm, group_norm, value (default: adaptive)\n" in text
@@ -120,7 +114,7 @@ def test_the_schema_text_names_every_field_with_what_it_accepts() -> None:
         assert all(f"        {option}: " in text for option in fields_of(guard.Config))
 
 
-def test_the_json_schema_describes_every_field_with_its_limits() -> None:
+def test_the_json_schema_describes_every_field_with_its_limits():
     schema = json.loads(json.dumps(json_schema()))
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False

@@ -1,7 +1,5 @@
 """Targets: found and checked without importing, then imported and called."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import sys
@@ -16,7 +14,7 @@ from safetrain.config.targets import check_arguments, instantiate_loss, static_s
 
 
 @pytest.fixture(autouse=True)
-def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+def _clean_imports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -24,9 +22,6 @@ def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-
-
-# --- static signatures -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -44,7 +39,7 @@ def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         "torch.utils.data.DataLoader",
     ],
 )
-def test_the_static_signature_agrees_with_the_real_one(target: str) -> None:
+def test_the_static_signature_agrees_with_the_real_one(target):
     found = static_signature(target)
     assert found is not None
     real = inspect.signature(import_target(target)).parameters
@@ -73,7 +68,7 @@ def test_the_static_signature_agrees_with_the_real_one(target: str) -> None:
         ("from typing import overload\n@overload\ndef make(a: int): ...\n@overload\ndef make(a: str): ...\ndef make(a, b=1): ...", ["a", "b"]),
     ],
 )  # fmt: skip
-def test_signatures_in_files(source: str, names: list[str]) -> None:
+def test_signatures_in_files(source, names):
     write("sibling.py", "def other(z): ...\ndef make(y): ...\n")
     path = write("m.py", source)
     found = static_signature(f"{path}:make")
@@ -97,13 +92,13 @@ def test_signatures_in_files(source: str, names: list[str]) -> None:
         "def make(:",
     ],
 )
-def test_what_the_source_leaves_open_is_checked_at_run_time(source: str) -> None:
+def test_what_the_source_leaves_open_is_checked_at_run_time(source):
     path = write("m.py", source)
     assert static_signature(f"{path}:make") is None
     load_config({"model": {"_target_": "./m.py:make", "anything": 1}})
 
 
-def test_an_alternative_constructor_is_checked_too() -> None:
+def test_an_alternative_constructor_is_checked_too():
     path = write(
         "m.py", "class A:\n    @classmethod\n    def make(cls, a): ...\n    @staticmethod\n    def other(b): ...\n"
     )
@@ -111,7 +106,7 @@ def test_an_alternative_constructor_is_checked_too() -> None:
     assert str(static_signature(f"{path}:A.other")) == "(b)"
 
 
-def test_a_package_below_the_current_directory_is_read_with_its_relative_imports() -> None:
+def test_a_package_below_the_current_directory_is_read_with_its_relative_imports():
     write("proj/__init__.py", "from .nets import *\nfrom .nets.deep import Deep as Renamed\n")
     write("proj/nets/__init__.py", "from .deep import Deep\nfrom ..other import Other\n")
     write("proj/nets/deep.py", "from ..other import Other\nclass Deep(Other): ...\n")
@@ -121,7 +116,7 @@ def test_a_package_below_the_current_directory_is_read_with_its_relative_imports
     assert "proj" not in sys.modules
 
 
-def test_an_edited_file_is_read_again() -> None:
+def test_an_edited_file_is_read_again():
     path = write("m.py", "def make(a): ...\n")
     assert str(static_signature(f"{path}:make")) == "(a)"
     import os
@@ -131,10 +126,7 @@ def test_an_edited_file_is_read_again() -> None:
     assert str(static_signature(f"{path}:make")) == "(b)"
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------
-
-
-def step(model, batch, /, scale, *, eps=1e-8): ...  # type: ignore[no-untyped-def]
+def step(model, batch, /, scale, *, eps=1e-8): ...
 
 
 @pytest.mark.parametrize(
@@ -149,15 +141,15 @@ def step(model, batch, /, scale, *, eps=1e-8): ...  # type: ignore[no-untyped-de
         ([], 4, ["must accept 4 positional argument(s) from safetrain, accepts 3"]),
     ],
 )
-def test_check_arguments(given: list[str], num_injected: int, problems: list[str]) -> None:
+def test_check_arguments(given, num_injected, problems):
     assert check_arguments(inspect.signature(step), given, num_injected) == problems
 
 
-def test_open_signatures_accept_everything() -> None:
+def test_open_signatures_accept_everything():
     assert check_arguments(inspect.signature(lambda *args, **kwargs: 0), ["a", "b"], 3) == []
 
 
-def test_arguments_are_checked_on_load_with_what_safetrain_injects() -> None:
+def test_arguments_are_checked_on_load_with_what_safetrain_injects():
     write("m.py", "def loss(model, batch, alpha=1): ...\nclass Loss:\n    def __init__(self, alpha): ...\n")
     good = {
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
@@ -180,7 +172,7 @@ def test_arguments_are_checked_on_load_with_what_safetrain_injects() -> None:
     assert "missing argument 'alpha'" in problems_of({"loss": {"_target_": "./m.py:Loss"}})[0]
 
 
-def test_nested_targets_are_checked_at_any_depth() -> None:
+def test_nested_targets_are_checked_at_any_depth():
     inner = {"_target_": "torch.nn.Linear", "in_feature": 1}
     (first, second) = problems_of({"model": {"_target_": "builtins.dict", "a": [{"b": {"c": [inner]}}]}})
     assert "model.a.0.b.c.0: torch.nn.Linear: unknown argument 'in_feature', did you mean 'in_features'?" in first
@@ -204,20 +196,20 @@ def test_nested_targets_are_checked_at_any_depth() -> None:
         ("torch.optim.SGD", "'torch.optim.SGD' is not a target; write a section with '_target_: pkg.mod.Name'"),
     ],
 )
-def test_what_surely_does_not_exist_is_a_problem(node: object, problem: str) -> None:
+def test_what_surely_does_not_exist_is_a_problem(node, problem):
     write("m.py", "class Net: ...\n")
     (found,) = problems_of({"model": node})
     assert problem in found
 
 
-def test_a_trainer_takes_no_arguments() -> None:
+def test_a_trainer_takes_no_arguments():
     write("m.py", "class Mine: ...\n")
     load_config({"trainer": {"_target_": "./m.py:Mine"}})
     (problem,) = problems_of({"trainer": {"_target_": "./m.py:Mine", "x": 1}})
     assert "trainer.x: takes no arguments besides _target_; remove it" in problem
 
 
-def test_file_targets_are_relative_to_their_file_and_become_absolute() -> None:
+def test_file_targets_are_relative_to_their_file_and_become_absolute():
     net = write("proj/src/net.py", "class Net: ...\n")
     config = write("proj/configs/a.yaml", "model: {_target_: ../src/net.py:Net}\n")
     override = write("over.py", "class Net: ...\n")
@@ -227,15 +219,12 @@ def test_file_targets_are_relative_to_their_file_and_become_absolute() -> None:
     assert load_config({"model": {"_target_": f"{net}:Net"}}).model == {"_target_": f"{net}:Net"}
 
 
-def test_nothing_is_imported_on_load() -> None:
+def test_nothing_is_imported_on_load():
     write("m.py", "raise RuntimeError('imported')\nclass Net: ...\n")
     load_config({"model": {"_target_": "./m.py:Net"}})
 
 
-# --- importing and calling ---------------------------------------------------------------------------------------
-
-
-def test_a_file_is_loaded_once_and_shares_its_siblings() -> None:
+def test_a_file_is_loaded_once_and_shares_its_siblings():
     write("net_a.py", "count = []\nclass Net: ...\n")
     path = write("user_b.py", "from net_a import Net, count\ncount.append(1)\nclass User(Net): ...\n")
     user = import_target(f"{path}:User")
@@ -247,7 +236,7 @@ def test_a_file_is_loaded_once_and_shares_its_siblings() -> None:
     assert isinstance(pickle.loads(pickle.dumps(user())), user)
 
 
-def test_two_files_of_one_name_are_two_modules() -> None:
+def test_two_files_of_one_name_are_two_modules():
     first = import_target(f"{write('a/same_name.py', 'class Net: x = 1')}:Net")
     second = import_target(f"{write('b/same_name.py', 'class Net: x = 2')}:Net")
     assert (first.x, second.x) == (1, 2)
@@ -255,11 +244,11 @@ def test_two_files_of_one_name_are_two_modules() -> None:
     assert isinstance(pickle.loads(pickle.dumps(second())), second)
 
 
-def test_a_file_whose_name_is_no_identifier() -> None:
+def test_a_file_whose_name_is_no_identifier():
     assert import_target(f"{write('my-net.py', 'class Net: ...')}:Net").__name__ == "Net"
 
 
-def test_packages_below_the_current_directory_are_importable() -> None:
+def test_packages_below_the_current_directory_are_importable():
     sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]
     write("cwd_pkg/inner.py", "class Net: ...\n")
     assert import_target("cwd_pkg.inner.Net").__name__ == "Net"
@@ -275,12 +264,12 @@ def test_packages_below_the_current_directory_are_importable() -> None:
         ("AdamW", "write package.module.Name"),
     ],
 )
-def test_import_errors_say_what_to_do(target: str, message: str) -> None:
+def test_import_errors_say_what_to_do(target, message):
     with pytest.raises(ConfigError, match=message):
         import_target(target)
 
 
-def test_an_exception_inside_the_module_passes_through() -> None:
+def test_an_exception_inside_the_module_passes_through():
     path = write("broken_a.py", "1 / 0\n")
     with pytest.raises(ZeroDivisionError) as caught:
         import_target(f"{path}:X")
@@ -296,7 +285,7 @@ def test_an_exception_inside_the_module_passes_through() -> None:
             import_target(f"{path}:X")
 
 
-def test_instantiate_builds_nested_targets_first() -> None:
+def test_instantiate_builds_nested_targets_first():
     inner = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
     built = instantiate({"_target_": "builtins.dict", "a": inner, "b": [inner, {"c": inner}], "plain": {"x": 1}})
     half = built["a"]
@@ -304,7 +293,7 @@ def test_instantiate_builds_nested_targets_first() -> None:
     assert built == {"a": half, "b": [half, {"c": half}], "plain": {"x": 1}}
 
 
-def test_instantiate_passes_positional_arguments_and_checks_the_rest() -> None:
+def test_instantiate_passes_positional_arguments_and_checks_the_rest():
     assert instantiate({"_target_": "fractions.Fraction", "denominator": 4}, 1) == 0.25
     with pytest.raises(ConfigError, match="unknown argument 'denominatr', did you mean 'denominator'"):
         instantiate({"_target_": "fractions.Fraction", "denominatr": 4}, 1)
@@ -314,7 +303,7 @@ def test_instantiate_passes_positional_arguments_and_checks_the_rest() -> None:
         instantiate({"_target_": "math.pi"})
 
 
-def test_a_loss_is_an_instance_or_a_function_with_its_arguments() -> None:
+def test_a_loss_is_an_instance_or_a_function_with_its_arguments():
     path = write(
         "losses_a.py",
         "def loss(model, batch, alpha=1): return model, batch, alpha\n"

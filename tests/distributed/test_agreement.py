@@ -95,24 +95,15 @@ def test_diverged_ranks_are_detected(statuses, diverged):
 
 
 def test_a_signal_or_time_limit_on_any_rank_holds_for_all():
-    exchange = RankReports(
-        [
-            RankStatus(RankState.STEP),
-            RankStatus(RankState.STEP, signal=15),
-            RankStatus(RankState.STEP, out_of_time=True),
-        ]
-    )
+    fields = ({}, {"signal": 15}, {"out_of_time": True})
+    exchange = RankReports([RankStatus(RankState.STEP, **given) for given in fields])
     assert exchange.signal == 15
     assert exchange.out_of_time
 
 
-def refusing(action, reason, **fields):
-    return Verdict(action, reason=reason, **fields)
-
-
 def test_the_most_severe_verdict_of_any_rank_wins():
-    mild = RankDecision(merge([("finite", refusing(Action.SKIP, "nan")), ("spike", Verdict())]))
-    severe = RankDecision(merge([("finite", refusing(Action.ROLLBACK, "bad state", bad_state={"w": "NaN"}))]))
+    mild = RankDecision(merge([("finite", Verdict(Action.SKIP, reason="nan")), ("spike", Verdict())]))
+    severe = RankDecision(merge([("finite", Verdict(Action.ROLLBACK, reason="bad state", bad_state={"w": "NaN"}))]))
     for opinions, rank in (([mild, severe], 1), ([severe, mild], 0)):
         decision = merged(opinions, suspects=[0, 1])
         assert decision.action is Action.ROLLBACK
@@ -120,19 +111,19 @@ def test_the_most_severe_verdict_of_any_rank_wins():
 
 
 def test_of_equal_verdicts_the_one_of_the_first_suspect_is_kept():
-    opinions = [RankDecision(merge([("finite", refusing(Action.SKIP, f"of rank {rank}"))])) for rank in range(3)]
+    opinions = [RankDecision(merge([("finite", Verdict(Action.SKIP, reason=f"of rank {rank}"))])) for rank in range(3)]
     assert merged(opinions, suspects=[2, 0, 1]).reasons == ["finite: of rank 2"]
 
 
 def test_a_verdict_that_names_samples_is_preferred():
-    blank = RankDecision(merge([("batch", refusing(Action.SKIP, "something is bad"))]))
-    named = RankDecision(merge([("batch", refusing(Action.SKIP, "sample 3", bad_samples={0: [3]}))]))
+    blank = RankDecision(merge([("batch", Verdict(Action.SKIP, reason="something is bad"))]))
+    named = RankDecision(merge([("batch", Verdict(Action.SKIP, reason="sample 3", bad_samples={0: [3]}))]))
     assert merged([blank, named], suspects=[0, 1]).reasons == ["batch: sample 3"]
 
 
 def test_verdicts_of_ranks_that_did_not_raise_are_ignored():
-    guilty = RankDecision(merge([("loop", refusing(Action.SKIP, "IndexError"))]))
-    bystander = RankDecision(merge([("loop", refusing(Action.STOP, "RankError"))]), is_bystander=True)
+    guilty = RankDecision(merge([("loop", Verdict(Action.SKIP, reason="IndexError"))]))
+    bystander = RankDecision(merge([("loop", Verdict(Action.STOP, reason="RankError"))]), is_bystander=True)
     assert merged([bystander, guilty], suspects=[1, 0]).reasons == ["loop: IndexError"]
 
 

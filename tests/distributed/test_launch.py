@@ -119,13 +119,17 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
+def check_trained_by_two(project):
+    summary = json.loads((project / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 6)
+    assert journal(project / "run")[0]["world_size"] == 2
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_other_launchers(project, launcher):
     done = started(project, "-m", *launcher, "-m", "safetrain", "fit", "c.yaml", "--out", "run")
     assert done.returncode == 0, done.stderr
-    summary = json.loads((project / "run/summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("done", 6)
-    assert journal(project / "run")[0]["world_size"] == 2
+    check_trained_by_two(project)
 
 
 @pytest.mark.slow
@@ -140,9 +144,7 @@ def test_two_agents_as_on_two_machines(project):
         both = [agents.submit(started, project, "-m", "torch.distributed.run", *nodes, *fit) for _ in range(2)]
     for agent in both:
         assert agent.result().returncode == 0, agent.result().stderr
-    summary = json.loads((project / "run/summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("done", 6)
-    assert journal(project / "run")[0]["world_size"] == 2
+    check_trained_by_two(project)
 
 
 def test_accelerate_that_starts_one_process_instead_of_two_is_an_error(project):

@@ -1,13 +1,10 @@
 """What the pages take from the code is up to date and complete: options, API reference, commands, rules."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from docs_pages import ROOT, read_page
@@ -28,7 +25,7 @@ OURS = [name for name, guard in REGISTRY.items() if guard.__module__.startswith(
 
 
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
+def generator():
     spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "docs.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,19 +34,19 @@ def generator() -> ModuleType:
     return module
 
 
-def test_pages_are_up_to_date(generator: ModuleType) -> None:
+def test_pages_are_up_to_date(generator):
     stale = [path.name for path, text in generator.pages() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run: scripts/docs"
 
 
-def test_a_change_of_the_code_would_be_noticed(generator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_the_code_would_be_noticed(generator, monkeypatch):
     monkeypatch.setattr(generator, "field_docs", lambda cls: {})
     stale = [path.name for path, text in generator.pages() if path.read_text(encoding="utf-8") != text]
     assert {"configuration.md", "clip.md", "api.md"} <= set(stale)
 
 
 @pytest.mark.parametrize("page", ["configuration.md", *(f"guards/{name}.md" for name in OURS)])
-def test_every_section_has_its_table(page: str) -> None:
+def test_every_section_has_its_table(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     tables = set(re.findall(r"<!-- generated: options (\S+) -->", text))
     if page == "configuration.md":
@@ -60,7 +57,7 @@ def test_every_section_has_its_table(page: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_guide_of_a_guard_has_every_part(name: str) -> None:
+def test_the_guide_of_a_guard_has_every_part(name):
     page = read_page(ROOT / "docs" / "guards" / f"{name}.md")
     assert page.anchors >= {"example", "options", "cost"}
     assert page.blocks[0].language == "python"
@@ -72,7 +69,7 @@ def test_the_guide_of_a_guard_has_every_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("module_name", DOCUMENTED)
-def test_every_public_name_is_described_and_has_an_example(module_name: str) -> None:
+def test_every_public_name_is_described_and_has_an_example(module_name):
     """In a section of its own, or in one that its name is used in."""
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     sections = {part.partition("\n")[0]: part for part in re.split(r"^#{2,3} ", text, flags=re.MULTILINE)[1:]}
@@ -87,14 +84,14 @@ def test_every_public_name_is_described_and_has_an_example(module_name: str) -> 
     assert missing == []
 
 
-def test_every_command_is_described() -> None:
+def test_every_command_is_described():
     from safetrain.cli.main import COMMANDS
 
     anchors = read_page(ROOT / "docs" / "commands.md").anchors
     assert [name for name in COMMANDS if f"safetrain-{name}" not in anchors] == []
 
 
-def test_the_tree_of_errors_is_that_of_the_code() -> None:
+def test_the_tree_of_errors_is_that_of_the_code():
     from safetrain import errors
 
     assert errors.__doc__ is not None
@@ -105,7 +102,7 @@ def test_the_tree_of_errors_is_that_of_the_code() -> None:
 
 
 @pytest.mark.slow
-def test_the_generator_runs_as_a_script() -> None:
+def test_the_generator_runs_as_a_script():
     import subprocess
 
     done = subprocess.run(

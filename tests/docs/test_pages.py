@@ -1,7 +1,5 @@
 """Every command and code block of README and docs/ runs, prints what it says, and every link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +8,7 @@ from urllib.parse import unquote
 import click
 import pytest
 from docs_output import differs
-from docs_pages import ROOT, Page, page_paths, read_page
+from docs_pages import ROOT, page_paths, read_page
 from docs_run import PageRun, as_reader
 
 from safetrain.cli.main import COMMANDS, program
@@ -21,7 +19,7 @@ COMMAND = re.compile(r"\s*(?:\$|safetrain|python|pip|torchrun|accelerate|tensorb
 MOST_NOT_RUN = 12
 
 
-def run(page: Page, directory: Path, with_slow: bool) -> PageRun:
+def run(page, directory, with_slow):
     with as_reader(directory):
         page_run = PageRun(page, directory, with_slow)
         page_run.run()
@@ -31,7 +29,7 @@ def run(page: Page, directory: Path, with_slow: bool) -> PageRun:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_runs(name: str, tmp_path: Path) -> None:
+def test_page_runs(name, tmp_path):
     run(PAGES[name], tmp_path, with_slow=False)
 
 
@@ -41,12 +39,12 @@ SLOW = [name for name, page in PAGES.items() if any("slow" in block.marks for bl
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's launcher leaves its logs open
 @pytest.mark.parametrize("name", SLOW)
-def test_page_runs_with_its_slow_blocks(name: str, tmp_path: Path) -> None:
+def test_page_runs_with_its_slow_blocks(name, tmp_path):
     run(PAGES[name], tmp_path, with_slow=True)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_block_is_run_or_says_why_not(name: str) -> None:
+def test_every_block_is_run_or_says_why_not(name):
     page = PAGES[name]
     problems = list(page.unknown_marks)
     if re.search(r"^(<{7}|>{7}) ", page.path.read_text(encoding="utf-8"), flags=re.MULTILINE):
@@ -66,11 +64,11 @@ def test_every_block_is_run_or_says_why_not(name: str) -> None:
     assert problems == []
 
 
-def _is_used(page: Page, file: str, after: int) -> bool:
+def _is_used(page, file, after):
     return any(file in block.text or Path(file).stem in block.text for block in page.blocks if block.line > after)
 
 
-def test_few_blocks_are_not_run() -> None:
+def test_few_blocks_are_not_run():
     not_run = [
         f"{name}:{block.line}: {block.marks['not run']}"
         for name, page in PAGES.items()
@@ -81,13 +79,13 @@ def test_few_blocks_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_lead_somewhere(name):
     page = PAGES[name]
     lost = [f"{name}:{line}: {href}" for line, href in page.links if not _resolves(page, href)]
     assert lost == []
 
 
-def _resolves(page: Page, href: str) -> bool:
+def _resolves(page, href):
     if href.startswith(("https://", "mailto:")):
         return True
     path, _, anchor = unquote(href).partition("#")
@@ -97,7 +95,7 @@ def _resolves(page: Page, href: str) -> bool:
     return not anchor or (target.suffix == ".md" and anchor in read_page(target).anchors)
 
 
-def test_every_page_can_be_reached_from_the_index() -> None:
+def test_every_page_can_be_reached_from_the_index():
     reached, waiting = set(), [ROOT / "docs" / "index.md"]
     while waiting:
         path = waiting.pop()
@@ -110,7 +108,7 @@ def test_every_page_can_be_reached_from_the_index() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_within_the_text_exist(name: str) -> None:
+def test_commands_within_the_text_exist(name):
     """They are not run, but their names and options are checked."""
     problems = []
     for line, code in PAGES[name].spoken:
@@ -124,7 +122,7 @@ def test_commands_within_the_text_exist(name: str) -> None:
     assert problems == []
 
 
-def _parse(command: click.Command, words: list[str]) -> None:
+def _parse(command, words):
     """What click would do before it calls the command; arguments may be missing or placeholders."""
     context = click.Context(command, info_name="safetrain", resilient_parsing=True)
     if isinstance(command, click.Group):
@@ -141,7 +139,7 @@ def _parse(command: click.Command, words: list[str]) -> None:
     parser.parse_args(list(words))
 
 
-def test_every_command_is_shown_somewhere() -> None:
+def test_every_command_is_shown_somewhere():
     shown = "\n".join(page.path.read_text(encoding="utf-8") for page in PAGES.values())
     assert [name for name in COMMANDS if f"safetrain {name}" not in shown] == []
 
@@ -165,5 +163,5 @@ def test_every_command_is_shown_somewhere() -> None:
         ("nan", "0.5", False),
     ],
 )
-def test_shown_output_is_compared(shown: str, printed: str, same: bool) -> None:
+def test_shown_output_is_compared(shown, printed, same):
     assert (differs(shown, printed) is None) == same

@@ -3,8 +3,6 @@
 None of this code is in a page; every name and option in it is.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from safetrain.guards import REGISTRY
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     registered = dict(REGISTRY)
     yield

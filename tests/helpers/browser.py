@@ -5,8 +5,6 @@ with Browser.start() as browser:
     assert page.run("document.title") == "…" and not page.problems and not page.requests
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,36 +14,34 @@ import signal
 import subprocess
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT = 60.0
 
 
-def find_browser() -> str | None:
+def find_browser():
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Page:
-    def __init__(self, browser: Browser, session: str, target: str) -> None:
+    def __init__(self, browser, session, target):
         self._browser, self._session, self._target = browser, session, target
         self.problems: list[str] = []
         """Exceptions of scripts, and errors in the console."""
         self.requests: list[str] = []
         """Addresses that the page requested."""
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def call(self, method, **parameters):
         return self._browser.call(method, parameters, self._session)
 
-    def run(self, expression: str) -> Any:
+    def run(self, expression):
         """The value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    def _notice(self, method: str, about: dict[str, Any]) -> None:
+    def _notice(self, method, about):
         if method == "Runtime.exceptionThrown":
             details = about["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details["text"])
@@ -59,7 +55,7 @@ class Page:
 
 
 class Browser:
-    def __init__(self, program: str) -> None:
+    def __init__(self, program):
         self._profile = tempfile.mkdtemp(prefix="browser-")
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
@@ -85,15 +81,15 @@ class Browser:
         self._pages: dict[str, Page] = {}
 
     @classmethod
-    def start(cls) -> Browser:
+    def start(cls):
         program = find_browser()
         assert program is not None
         return cls(program)
 
-    def __enter__(self) -> Browser:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         os.close(self._write)
         os.close(self._read)
         with contextlib.suppress(ProcessLookupError):
@@ -101,7 +97,7 @@ class Browser:
         self._process.wait()
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, path: Path, width: int = 1600, scheme: str = "light") -> Page:
+    def open(self, path, width=1600, scheme="light"):
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         page = self._pages[session] = Page(self, session, target)
@@ -117,9 +113,9 @@ class Browser:
         page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return page
 
-    def call(self, method: str, parameters: dict[str, Any], session: str | None = None) -> dict[str, Any]:
+    def call(self, method, parameters, session=None):
         self._last += 1
-        message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
+        message = {"id": self._last, "method": method, "params": parameters}
         if session is not None:
             message["sessionId"] = session
         os.write(self._write, json.dumps(message).encode() + b"\0")
@@ -132,7 +128,7 @@ class Browser:
             if (page := self._pages.get(answer.get("sessionId", ""))) is not None:
                 page._notice(answer["method"], answer["params"])
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline):
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser does not answer"

@@ -1,7 +1,5 @@
 """Compares what a page shows as output with what was printed."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -17,7 +15,7 @@ NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+")
 GAP = "…"
 
 
-def differs(shown: str, printed: str, tolerance: float = 0.05) -> str | None:
+def differs(shown, printed, tolerance=0.05):
     """What was shown and not printed, or None.
 
     `…` alone stands for any words, within a word for any letters. Numbers with a decimal point may differ by `tolerance`; times, speeds
@@ -39,17 +37,17 @@ def differs(shown: str, printed: str, tolerance: float = 0.05) -> str | None:
     return None
 
 
-def _words(text: str) -> list[str]:
+def _words(text):
     return VOLATILE.sub("<any>", text).split()
 
 
-def _common(expected: list[str], actual: list[str], tolerance: float) -> int:
+def _common(expected, actual, tolerance):
     """How many words they begin with in common."""
     pairs = zip(expected, actual, strict=False)
     return next((n for n, pair in enumerate(pairs) if not _same(*pair, tolerance)), min(len(expected), len(actual)))
 
 
-def _same(shown: str, printed: str, tolerance: float) -> bool:
+def _same(shown, printed, tolerance):
     numbers = [float(text) for text in NUMBER.findall(shown)]
     parts = [re.escape(part) for part in NUMBER.sub("\0", shown).split(GAP)]
     match = re.fullmatch(".*".join(parts).replace(re.escape("\0"), r"([-+]?\d[\d.]*(?:e[-+]?\d+)?)"), printed)

@@ -12,15 +12,12 @@ A mark is a comment on the line above a block. It is not shown to readers, and e
     <!-- drawing -->                the block is a drawing, a directory or the like: nothing that runs
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
 MARKS = {"not run", "file", "output", "exit", "slow", "lint", "drawing"}
@@ -48,19 +45,19 @@ class Page:
     unknown_marks: list[str] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
+    def name(self):
         return self.path.relative_to(ROOT).as_posix()
 
 
-def page_paths() -> list[Path]:
+def page_paths():
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @cache
-def read_page(path: Path) -> Page:
+def read_page(path):
     page = Page(path)
-    marks: dict[str, str] = {}
-    seen: dict[str, int] = {}
+    marks = {}
+    seen = {}
     tokens = MarkdownIt("commonmark").enable("table").parse(path.read_text(encoding="utf-8"))
     line = 1
     for index, token in enumerate(tokens):
@@ -82,13 +79,13 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def _marks(page: Page, text: str, line: int) -> dict[str, str]:
+def _marks(page, text, line):
     found = dict(re.findall(r"<!-- ([\w ]+?)(?:: (.*?))? -->", text))
     page.unknown_marks += [f"{page.name}:{line}: unknown mark {name!r}" for name in found.keys() - MARKS - SECTIONS]
     return {name: value for name, value in found.items() if name in MARKS}
 
 
-def _anchor(heading: str, seen: dict[str, int]) -> str:
+def _anchor(heading, seen):
     """As forges make it: lower case, no punctuation, dashes for spaces, a number behind one that was there already."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
     anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
@@ -96,7 +93,7 @@ def _anchor(heading: str, seen: dict[str, int]) -> str:
     return anchor if seen[anchor] == 0 else f"{anchor}-{seen[anchor]}"
 
 
-def _read_text(page: Page, token: Token, line: int) -> None:
+def _read_text(page, token, line):
     for child in token.children or []:
         if child.type == "link_open":
             page.links.append((line, str(child.attrs["href"])))

@@ -6,8 +6,6 @@
 The Python blocks of a page share their names. Commands run in this process where they can, because importing torch takes seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
@@ -21,13 +19,12 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from docs_output import differs
-from docs_pages import ROOT, Block, Page, read_page
+from docs_pages import ROOT, Page, read_page
 
 GIVEN = ROOT / "tests" / "docs" / "given"
 """Files that a page takes for granted, in a directory of its name."""
@@ -60,7 +57,7 @@ class PageRun:
     num_run: int = 0
     _source: str = ""
 
-    def run(self) -> None:
+    def run(self):
         """All blocks in order. Raises PageError at the first that fails; output that differs is collected."""
         if (given := GIVEN / self.page.name.replace("/", "_")).is_dir():
             shutil.copytree(given, self.directory, dirs_exist_ok=True)
@@ -75,7 +72,7 @@ class PageRun:
             if was_run:
                 self._run(block)
 
-    def _run(self, block: Block) -> None:
+    def _run(self, block):
         if name := block.marks.get("file"):
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(block.text, encoding="utf-8")
@@ -94,7 +91,7 @@ class PageRun:
 
     # ---- Python ----------------------------------------------------------------------------------------------------
 
-    def _python(self, block: Block) -> None:
+    def _python(self, block):
         if block.text.startswith(">>> "):
             return self._doctest(block)
         # The page's Python so far is a file, as it would be for a reader, because forensics shows lines of it.
@@ -106,7 +103,7 @@ class PageRun:
         with self._printing(block):
             exec(compile("\n" * offset + block.text, str(path), "exec"), self.names)
 
-    def _doctest(self, block: Block) -> None:
+    def _doctest(self, block):
         test = doctest.DocTestParser().get_doctest(
             block.text, self.names, self.page.name, self.page.name, block.line - 1
         )
@@ -119,7 +116,7 @@ class PageRun:
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
-    def _commands(self, block: Block) -> None:
+    def _commands(self, block):
         steps = _dialogue(block)
         expected_code = int(block.marks.get("exit", 0))
         for index, (line, command, shown) in enumerate(steps):
@@ -133,7 +130,7 @@ class PageRun:
             if shown is not None:
                 self._compare(line + 1, shown, self.printed)
 
-    def _command(self, command: str) -> int:
+    def _command(self, command):
         words = shlex.split(command, comments=True)
         if not words:
             return 0
@@ -150,7 +147,7 @@ class PageRun:
                 return _run_file(words[1:])
         return self._shell(command)
 
-    def _shell(self, command: str) -> int:
+    def _shell(self, command):
         bin_directory = self.directory.parent / f"{self.directory.name}-bin"
         bin_directory.mkdir(exist_ok=True)
         for name, arguments in (("safetrain", "-m safetrain"), ("python", ""), ("pytest", "-m pytest")):
@@ -173,7 +170,7 @@ class PageRun:
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 
-    def _config(self, block: Block) -> None:
+    def _config(self, block):
         from safetrain.config import load_config
 
         path = Path(block.marks.get("file", "block.yaml"))
@@ -181,19 +178,19 @@ class PageRun:
         with self._printing(block):
             load_config(path)
 
-    def _lint(self, block: Block, rule: str) -> None:
+    def _lint(self, block, rule):
         from safetrain.lint import check_source
 
         found = {finding.code for finding in check_source(block.text)}
         if found != (set() if rule == "clean" else {rule}):
             raise PageError(f"{self._at(block)}: lint finds {sorted(found)}, the page says {rule}")
 
-    def _compare(self, line: int, shown: str, printed: str) -> None:
+    def _compare(self, line, shown, printed):
         if (message := differs(shown, printed)) is not None:
             self.differences.append(Difference(line, message, shown, printed))
 
     @contextlib.contextmanager
-    def _printing(self, block: Block, line: int | None = None) -> Iterator[None]:
+    def _printing(self, block, line=None):
         """Collects what is printed; an exception says where in the page it came from."""
         collected = io.StringIO()
         try:
@@ -207,13 +204,13 @@ class PageRun:
         finally:
             self.printed = collected.getvalue().replace(f"{self.directory}/", "").replace(f"{ROOT}/", "")
 
-    def _at(self, block: Block) -> str:
+    def _at(self, block):
         return f"{self.page.name}:{block.line}"
 
 
-def _dialogue(block: Block) -> list[tuple[int, str, str | None]]:
+def _dialogue(block):
     """Line, command and shown output (None: nothing is shown) of each command of a block."""
-    steps: list[tuple[int, str, str | None]] = []
+    steps = []
     lines = iter(enumerate(block.text.splitlines(), block.line))
     for number, line in lines:
         if block.language == "console" and not line.startswith("$ "):
@@ -230,7 +227,7 @@ def _dialogue(block: Block) -> list[tuple[int, str, str | None]]:
     return steps
 
 
-def _run_file(words: list[str]) -> int:
+def _run_file(words):
     arguments, sys.argv = sys.argv, words
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     try:
@@ -244,7 +241,7 @@ def _run_file(words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def as_reader(directory: Path) -> Iterator[None]:
+def as_reader(directory):
     """In that directory, with known random numbers; what a page defines is forgotten afterwards."""
     import logging
     import random
@@ -273,7 +270,7 @@ def as_reader(directory: Path) -> Iterator[None]:
         forget_modules(directory)
 
 
-def forget_modules(directory: Path) -> None:
+def forget_modules(directory):
     """A command starts in a new process, where what it imports is as it is on disk."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(f"{directory}/"):
@@ -281,7 +278,7 @@ def forget_modules(directory: Path) -> None:
     linecache.checkcache()
 
 
-def rewritten(page: Page, differences: list[Difference]) -> str:
+def rewritten(page, differences):
     """The page with what is printed in place of what it shows, except where something is left out."""
     lines = page.path.read_text(encoding="utf-8").splitlines()
     for difference in reversed(differences):
@@ -291,7 +288,7 @@ def rewritten(page: Page, differences: list[Difference]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     import tempfile
 
     code = 0

@@ -1,9 +1,7 @@
 """Failures with the truth about each: how the step is built, and what an investigation must answer."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from small import assert_same
 from torch import nn
 
-from safetrain.core.incident import Incident
 from safetrain.forensics import investigate
 
 Build = Callable[[], tuple[Any, ...]]
@@ -20,31 +17,31 @@ Build = Callable[[], tuple[Any, ...]]
 class Tiny(nn.Module):
     """A linear layer that others can be checked against: finite, and with a gradient."""
 
-    def __init__(self, width: int = 4, out: int = 3) -> None:
+    def __init__(self, width=4, out=3):
         super().__init__()
         self.body = nn.Linear(width, out)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.body(x)
 
 
 class Apply(nn.Module):
     """A module whose forward is a function."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.function = function
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args):
         return self.function(*args)
 
 
-def chain(**parts: nn.Module | Callable[..., Any]) -> nn.Sequential:
+def chain(**parts):
     """Modules and functions one after the other, by the names that an incident says."""
     return nn.Sequential(OrderedDict((k, v if isinstance(v, nn.Module) else Apply(v)) for k, v in parts.items()))
 
 
-def without_bias(model: Tiny, weight: float | None = None) -> Tiny:
+def without_bias(model, weight=None):
     nn.init.zeros_(model.body.bias)
     if weight is not None:
         nn.init.constant_(model.body.weight, weight)
@@ -66,39 +63,28 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def id(self) -> str:
+    def id(self):
         return self.build.__name__
 
 
 class Cases(list[Case]):
-    def add(self, phase: str, names: str, cause: str, **truth: Any) -> Callable[[Build], Build]:
+    def add(self, phase, names, cause, **truth):
         """The function returns model, loss function and batch, and perhaps the optimizer."""
 
-        def register(build: Build) -> Build:
+        def register(build):
             self.append(Case(build, phase, tuple(names.split()), cause, **truth))
             return build
 
         return register
 
-    def loss(
-        self,
-        phase: str,
-        names: str,
-        cause: str,
-        *data: Any,
-        rows: int = 4,
-        scale: Mapping[int, float] | None = None,
-        silent: int | None = None,
-        half: bool = False,
-        **truth: Any,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def loss(self, phase, names, cause, *data, rows=4, scale=None, silent=None, half=False, **truth):
         """The function is the loss of a `Tiny`, of `rows` samples x, and of what else the batch has (`data`).
 
         `scale` multiplies some samples; at the sample `silent` the output of the model is 0.
         """
 
-        def register(loss: Callable[..., Any]) -> Callable[..., Any]:
-            def build() -> tuple[Any, ...]:
+        def register(loss):
+            def build():
                 model, x = Tiny(), torch.randn(rows, 4)
                 for row, factor in (scale or {}).items():
                     x[row] *= factor
@@ -119,14 +105,14 @@ class Cases(list[Case]):
         return register
 
 
-def incident_of(*args: Any, **options: Any) -> Incident:
+def incident_of(*args, **options):
     """What `investigate` finds in a step that is bad."""
     incident = investigate(*args, **options)
     assert incident is not None, "not detected"
     return incident
 
 
-def check(case: Case) -> None:
+def check(case):
     model, loss_fn, batch, *rest = case.build()
     optimizer = rest[0] if rest else torch.optim.SGD(model.parameters(), lr=0.1)
     before = {key: value.clone() for key, value in model.state_dict().items()}

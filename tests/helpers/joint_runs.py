@@ -1,7 +1,5 @@
 """Small runs with a fault on one rank, and the same run in one process with the same global batches."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass, field
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 from records import journal
 from small import make_batches, make_model, mse
-from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer
@@ -60,10 +57,10 @@ class Faulty(SafeTrainer):
     scenario: Scenario
 
     @property
-    def is_guilty(self) -> bool:
+    def is_guilty(self):
         return self.machine.world_size == 1 or self.machine.rank == self.scenario.rank
 
-    def training_step(self, model: nn.Module, batch: Any) -> Any:
+    def training_step(self, model, batch):
         fault = self.scenario.fault if self.is_guilty and self.step == BAD_STEP else ""
         if fault == "user_error":
             raise KeyError("a mistake in user code")
@@ -78,7 +75,7 @@ class Faulty(SafeTrainer):
             return {"loss": loss, "accuracy": 0.25}
         return loss
 
-    def on_commit(self, view: Any) -> None:
+    def on_commit(self, view):
         if view.step == BAD_STEP and self.is_guilty:
             with torch.no_grad():
                 if self.scenario.fault == "bad_buffers":
@@ -87,11 +84,11 @@ class Faulty(SafeTrainer):
                     self.model[0].weight[0, 0] = float("nan")
 
 
-def _raise_in_backward(gradient: torch.Tensor) -> None:
+def _raise_in_backward(gradient):
     raise KeyError("a mistake in a backward hook")
 
 
-def global_batches(scenario: Scenario, accumulate: int) -> list[Any]:
+def global_batches(scenario, accumulate):
     torch.manual_seed(3)
     batches = make_batches(scenario.num_steps * accumulate, size=SIZE)
     for inputs, targets in batches:
@@ -99,7 +96,7 @@ def global_batches(scenario: Scenario, accumulate: int) -> list[Any]:
     return batches
 
 
-def shares(batches: list[Any], scenario: Scenario, accumulate: int, world_size: int) -> list[Any]:
+def shares(batches, scenario, accumulate, world_size):
     """The batches, split so that each rank, which takes every n-th, gets its shard. The guilty rank's shard has the fault."""
     parts = []
     for index, (inputs, targets) in enumerate(batches):
@@ -111,7 +108,7 @@ def shares(batches: list[Any], scenario: Scenario, accumulate: int, world_size: 
     return parts
 
 
-def _spoil(batch: tuple[torch.Tensor, torch.Tensor], fault: str, index: int, accumulate: int) -> None:
+def _spoil(batch, fault, index, accumulate):
     inputs, targets = batch
     step, micro_batch = divmod(index, accumulate)
     if fault == "spike" and step == SPIKE_STEP:
@@ -125,7 +122,7 @@ def _spoil(batch: tuple[torch.Tensor, torch.Tensor], fault: str, index: int, acc
             inputs[0].fill_(float("nan"))
 
 
-def train(scenario: Scenario, run_dir: str, rank: int, world_size: int) -> Record:
+def train(scenario, run_dir, rank, world_size):
     accumulate = scenario.config.get("loop", {}).get("grad_accum", 1)
     batches = global_batches(scenario, accumulate)
     data = shares(batches, scenario, accumulate, world_size)
@@ -164,7 +161,7 @@ def train(scenario: Scenario, run_dir: str, rank: int, world_size: int) -> Recor
     )
 
 
-def train_all(rank: int, world_size: int, scenarios: dict[str, Scenario], directory: str) -> dict[str, Record]:
+def train_all(rank, world_size, scenarios, directory):
     """Several runs one after another in the same processes."""
     return {
         name: train(scenario, f"{directory}/{name}-{world_size}", rank, world_size)

@@ -12,8 +12,6 @@ The processes are forked from a server that has torch and accelerate imported, s
 ranks are ended after `timeout` seconds, with the stacks of all ranks in the message of the failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib.util
@@ -51,18 +49,18 @@ class Outcome:
     log: str = ""
     """Its stdout and stderr, with stacks if it had to be ended."""
 
-    def render(self, rank: int) -> str:
+    def render(self, rank):
         ended = "returned" if self.error is None else f"{self.error}: {self.message}"
         return "\n".join(part for part in (f"--- rank {rank}: {ended}", self.traceback, self.log[-6000:]) if part)
 
 
 class RanksFailed(AssertionError):
-    def __init__(self, outcomes: list[Outcome]) -> None:
+    def __init__(self, outcomes):
         super().__init__("\n" + "\n".join(outcome.render(rank) for rank, outcome in enumerate(outcomes)))
         self.outcomes = outcomes
 
 
-def run_ranks(function: Any, num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function, num_ranks, *args, timeout=60.0):
     """`function(rank, *args)` of each rank, in their order. Raises RanksFailed unless all return."""
     outcomes = outcomes_of(function, num_ranks, *args, timeout=timeout)
     if any(outcome.error is not None for outcome in outcomes):
@@ -70,7 +68,7 @@ def run_ranks(function: Any, num_ranks: int, *args: Any, timeout: float = 60.0) 
     return [outcome.value for outcome in outcomes]
 
 
-def outcomes_of(function: Any, num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+def outcomes_of(function, num_ranks, *args, timeout=60.0):
     """As `run_ranks`, for functions that may raise or end their process."""
     from torch.distributed import TCPStore
 
@@ -93,7 +91,7 @@ def outcomes_of(function: Any, num_ranks: int, *args: Any, timeout: float = 60.0
 class _Rank:
     """The parent's side of one process."""
 
-    def __init__(self, rank: int, num_ranks: int, port: int, where: Any, args: Any, log: Path) -> None:
+    def __init__(self, rank, num_ranks, port, where, args, log):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.outcome, self.log = Outcome(error="Unfinished", message="it had to be ended"), log
@@ -115,18 +113,18 @@ class _Rank:
         self._process.start()
         theirs.close()
 
-    def receive(self) -> None:
+    def receive(self):
         try:
             self.outcome = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join(5.0)
             self.outcome = Outcome(error="Ended", message=f"exit code {self._process.exitcode}")
 
-    def dump_stacks(self) -> None:
+    def dump_stacks(self):
         if self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGUSR1)
 
-    def end(self) -> None:
+    def end(self):
         """Release a rank that has answered; kill one that has not."""
         with contextlib.suppress(OSError):
             self.pipe.send("go")
@@ -137,7 +135,7 @@ class _Rank:
         self.pipe.close()
 
 
-def _collect(ranks: list[_Rank], deadline: float) -> None:
+def _collect(ranks, deadline):
     waiting = {rank.pipe: rank for rank in ranks}
     while waiting:
         ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0.0))
@@ -154,9 +152,9 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
         time.sleep(0.5)  # a rank that hangs cannot say when its stacks are written
 
 
-def _child(pipe: Any, rank: int, where: Any, args: Any, log: str, environment: dict[str, str]) -> None:
+def _child(pipe, rank, where, args, log, environment):
     os.environ.update(environment)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loader workers
+    multiprocessing.current_process()._config["daemon"] = False  # it may have loader workers
     # Unbuffered and by descriptor, to keep the output of C++ code and of processes that are killed.
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -177,7 +175,7 @@ def _child(pipe: Any, rank: int, where: Any, args: Any, log: str, environment: d
     os._exit(0)  # without taking the group down, which waits for the others and can hang
 
 
-def _seed() -> None:
+def _seed():
     import numpy as np
     import torch
 
@@ -187,14 +185,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _imported(name: str, file: str, qualname: str) -> Any:
+def _imported(name, file, qualname):
     """A function of a module under the name it has in the parent, so that its classes can be pickled both ways."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Any = module
+    found = module
     for part in qualname.split("."):
         found = getattr(found, part)
     return found

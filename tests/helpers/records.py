@@ -1,9 +1,16 @@
-"""Reads the journal of a run."""
+"""Reads the records of a run, which are JSON as its standard has it: without NaN and Infinity."""
 
 import json
+
+
+def strict(text):
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def journal(run):
     """Of a result, or of a run directory."""
     path = getattr(run, "run_dir", run) / "journal.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [strict(line) for line in path.read_text().splitlines()]

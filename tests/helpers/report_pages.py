@@ -1,7 +1,5 @@
 """Trains the run that is reported on, and parses reports with the standard library."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +12,7 @@ CONFIG = Path(__file__).parents[1] / "report" / "sensors.yaml"
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect"}
 
 
-def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
+def train(run_dir, *changes, resume=False):
     torch.set_num_threads(1)
     config = load_config(CONFIG, ["logging.console=off", "logging.tensorboard=false", *changes])
     SafeTrainer(config=config, run_dir=run_dir).fit(resume=resume)
@@ -23,7 +21,7 @@ def train(run_dir: Path, *changes: str, resume: bool = False) -> None:
 class Parsed(HTMLParser):
     """The elements of a page; fails if they are not properly nested."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.text = ""
@@ -35,24 +33,24 @@ class Parsed(HTMLParser):
         assert not self._open, f"not closed: {self._open}"
 
     @classmethod
-    def file(cls, path: Path) -> Parsed:
+    def file(cls, path):
         return cls(path.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         attributes = {name: value or "" for name, value in attrs}
         self.elements.append((tag, attributes))
         if tag not in VOID:
             self._open.append((tag, attributes.get("id")))
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if tag not in VOID:
             opened, _ = self._open.pop()
             assert opened == tag, f"</{tag}> closes <{opened}>"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if any(tag in ("style", "script") for tag, _ in self._open):
             return
         self.text += data
@@ -60,12 +58,12 @@ class Parsed(HTMLParser):
             if identity is not None:
                 self.text_of[identity] = self.text_of.get(identity, "") + data
 
-    def all(self, tag: str, of_class: str | None = None) -> list[dict[str, str]]:
+    def all(self, tag, of_class=None):
         return [
             a for t, a in self.elements if t == tag and (of_class is None or of_class in a.get("class", "").split())
         ]
 
-    def check(self) -> None:
+    def check(self):
         """No external resources, every link has its target, ids are unique, and the only script is the report's."""
         ids = [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
         assert len(ids) == len(set(ids))

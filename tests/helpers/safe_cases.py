@@ -1,11 +1,8 @@
 """Every safe operation with torch's own, healthy inputs, and inputs at its singular point."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TINY, MAX = "log(tiny)", "max"  # depend on the dtype
 
 
-def smallest(dtype: torch.dtype) -> float:
+def smallest(dtype):
     """The smallest number that is not subnormal, or in float16 that has a finite reciprocal."""
     return 1.5318394e-5 if dtype is torch.float16 else torch.finfo(dtype).tiny
 
@@ -37,25 +34,25 @@ class Case:
     plain_fails: bool = True
     """Whether torch's own value or gradient is non-finite there, in float32."""
 
-    def expected(self, dtype: torch.dtype) -> Tensor:
+    def expected(self, dtype):
         numbers = {TINY: math.log(smallest(dtype)), MAX: torch.finfo(dtype).max}
         value = numbers[self.value] if isinstance(self.value, str) else self.value
         return torch.tensor(value, dtype=torch.float64).to(dtype)
 
-    def inputs(self, dtype: torch.dtype, healthy: bool = True) -> list[Tensor]:
+    def inputs(self, dtype, healthy=True):
         tensors = self.healthy() if healthy else [torch.tensor(each, dtype=torch.float64) for each in self.singular]
         return [t.to(dtype).requires_grad_() for t in tensors]
 
 
-def positive(*shape: int) -> Tensor:
+def positive(*shape):
     return torch.rand(*shape, dtype=torch.float64) * 3 + 0.1
 
 
-def signed(*shape: int) -> Tensor:
+def signed(*shape):
     return positive(*shape) * torch.where(torch.rand(*shape) < 0.5, -1.0, 1.0)
 
 
-def inner(*shape: int) -> Tensor:
+def inner(*shape):
     return torch.rand(*shape, dtype=torch.float64) * 1.8 - 0.9
 
 
@@ -67,11 +64,11 @@ NOTHING = torch.zeros(3, dtype=torch.bool)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def every(cases: list[Case]) -> pytest.MarkDecorator:
+def every(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
 
 
-def gradients(function: Callable[..., Tensor], inputs: list[Tensor], create_graph: bool = False) -> Any:
+def gradients(function, inputs, create_graph=False):
     """The function's value, and the gradients of its sum."""
     out = function(*inputs)
     return out, torch.autograd.grad(out.sum(), inputs, create_graph=create_graph)

@@ -40,6 +40,21 @@ def mse(model, batch):
     return F.mse_loss(model(inputs), targets)
 
 
+class Scaled(nn.Module):
+    """Computes what the inner layer computes, by way of numbers that half precision cannot hold."""
+
+    def __init__(self, inner, factor=1e6):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x):
+        return (self.inner(x) * self.factor) / self.factor
+
+
+def float_mse(model, batch):
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
 def deep_state(trainer):
     """Everything that a refused step must leave bit-identical."""
     scaler = trainer.precision._scaler

@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 from checkpoint_cases import Gone
-from small import assert_same, make_batches, make_model
+from small import Scaled, assert_same, float_mse, make_batches, make_model
 from torch import nn
-from torch.nn import functional as F
 
 from safetrain import SafeTrainer
 from safetrain.precision.islands import islands_of
@@ -19,19 +18,6 @@ class Dying(SafeTrainer):
     def on_commit(self, view):
         if view.step == 6:
             raise Gone
-
-
-class Scaled(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return (self.inner(x) * 1e6) / 1e6
-
-
-def float_mse(model, batch):
-    return F.mse_loss(model(batch[0]).float(), batch[1])
 
 
 def rooted(model, batch):

@@ -184,10 +184,7 @@ def too_fast(make_trainer, lr, **parts):
     """An MLP on plain data, with a learning rate that is far too high from the start."""
     torch.manual_seed(0)
     directions = torch.randn(6, 1)
-    batches = []
-    for _ in range(50):
-        inputs = torch.randn(32, 6)
-        batches.append((inputs, torch.tanh(inputs @ directions)))
+    batches = [(inputs, torch.tanh(inputs @ directions)) for inputs in (torch.randn(32, 6) for _ in range(50))]
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
     parts |= {"optimizer": partial(torch.optim.SGD, lr=lr), "config": {"loop": {"max_steps": 250}}}
     return make_trainer(model=model, train_data=batches, **parts)
@@ -209,10 +206,8 @@ def classify(make_trainer, lr, easy=1.0, **parts):
     """Three classes, Adam. `easy`: what the loss of the first batch is multiplied by."""
     torch.manual_seed(0)
     directions = torch.randn(6, 3)
-    batches = []
-    for index in range(120):
-        inputs = torch.randn(64, 6)
-        batches.append((inputs, (inputs @ directions).argmax(1), easy if index == 0 else 1.0))
+    inputs, factors = [torch.randn(64, 6) for _ in range(120)], [easy] + [1.0] * 119
+    batches = [(x, (x @ directions).argmax(1), factor) for x, factor in zip(inputs, factors, strict=True)]
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     return make_trainer(
         model=model,

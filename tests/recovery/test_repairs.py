@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 from records import journal
-from small import assert_same, deep_state, make_batches, make_model, with_bad_samples
+from small import Scaled, assert_same, deep_state, float_mse, make_batches, make_model, with_bad_samples
 from torch import nn
-from torch.nn import functional as F
 
 from safetrain import SafeTrainer
 
@@ -92,17 +91,6 @@ def test_a_bad_micro_batch_is_left_out_until_the_budget_is_spent(make_trainer, c
     check_stopped(trainer(4, 5), "micro_batch: no finite micro-batches are left")
 
 
-class Scaled(nn.Module):
-    """Computes what the inner layer computes, by way of numbers that half precision cannot hold."""
-
-    def __init__(self, inner, factor=1e6):
-        super().__init__()
-        self.inner, self.factor = inner, factor
-
-    def forward(self, x):
-        return (self.inner(x) * self.factor) / self.factor
-
-
 def make_overflowing(later=1e6):
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), Scaled(nn.Linear(16, 16)), nn.ReLU(), Scaled(nn.Linear(16, 1), later)
@@ -115,10 +103,6 @@ class SecondLayer(SafeTrainer):
     def on_commit(self, view):
         if view.step >= 5:
             self.model[4].factor = 1e6
-
-
-def float_mse(model, batch):
-    return F.mse_loss(model(batch[0]).float(), batch[1])
 
 
 @pytest.fixture

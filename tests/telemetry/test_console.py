@@ -160,9 +160,6 @@ def test_labels_titles_and_the_blamed_line_stand_out():
     assert coloured("  safetrain replay runs/first/incidents/step-000001", "red").spans == []
 
 
-# ---- the summary ---------------------------------------------------------------------------------------------------
-
-
 def incident(step, label, line, action="skip"):
     origin = Origin("forward", "aten.log.default", "log", "", file="model.py", line=line, code="x.log()")
     found = Incident(step, "now", Trigger("finite", "loss", float("nan")), Outcome(action, ["finite: the loss is nan"]))

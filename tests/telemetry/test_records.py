@@ -11,24 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from records import journal, strict
 from small import make_batches, make_model, mse
 
 from safetrain import Interrupted, RunDirectoryError, SafeTrainer, TrainingStopped, Verdict, load_config
 from safetrain.core.files import to_json
 from safetrain.core.verdict import merge
 from safetrain.core.view import StepView
-from safetrain.telemetry import StepRecord, journal
-
-
-def strict(text):
-    def refuse(name):
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def lines_of(run_dir):
-    return [strict(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+from safetrain.telemetry import StepRecord
+from safetrain.telemetry.journal import _fields, _line
 
 
 @pytest.fixture
@@ -52,7 +43,7 @@ def result(tmp_path_factory):
 
 
 def test_the_journal_has_one_valid_line_per_decision(result):
-    lines = lines_of(result.run_dir)
+    lines = journal(result)
     events = ["start", "checkpoint", *["step"] * 4, "incident", *["step"] * 4, "checkpoint", "end"]
     assert [line["event"] for line in lines] == events
     steps = [line for line in lines if line["event"] == "step"]
@@ -87,15 +78,15 @@ LINES = {
 def test_a_line_is_the_same_json_however_it_is_made(fields, outcome, verdict):
     view = StepView(**{"step": 7, "loss": 1.0, "grad_norm": 0.3, "lrs": (0.1, 0.2), "epoch": 2, **fields})
     record = StepRecord(view, merge([("guard", verdict)]), outcome, 5)
-    line = journal._line(record)
-    assert strict(line) == json.loads(to_json(journal._fields(record)))
-    assert line == to_json(journal._fields(record)) + "\n"
+    line = _line(record)
+    assert strict(line) == json.loads(to_json(_fields(record)))
+    assert line == to_json(_fields(record)) + "\n"
 
 
 def test_the_journal_is_complete_up_to_an_incident(train):
     class Reading(SafeTrainer):
         def on_incident(self, incident):
-            lines = lines_of(self.run.dir)
+            lines = journal(self.run.dir)
             assert [line["step"] for line in lines if line["event"] == "step"] == [0, 1, 2, 3]
             assert lines[-1]["event"] == "incident"
 
@@ -107,7 +98,7 @@ def test_values_that_cannot_be_logged_are_reported_once(train):
         return {"loss": mse(model, batch), "logits": model(batch[0]), "size": 3, "by_class": [1.0, 2.0], "none": None}
 
     result = train(data=make_batches(4), loss_fn=loss_fn, loop={"grad_accum": 2}).fit()
-    lines = lines_of(result.run_dir)
+    lines = journal(result)
     assert [line["text"] for line in lines if line["event"] == "note" and "not logged" in line["text"]] == [
         "not logged, because not numeric: logits, by_class (returned by training_step)"
     ]
@@ -121,7 +112,7 @@ def test_a_step_is_written_soon_even_if_nothing_else_happens(train, monkeypatch)
 
     class Reading(SafeTrainer):
         def on_commit(self, view):
-            assert lines_of(self.run.dir)[-1]["step"] == view.step
+            assert journal(self.run.dir)[-1]["step"] == view.step
 
     assert train(Reading).fit().steps == 7
 

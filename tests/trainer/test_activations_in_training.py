@@ -6,8 +6,6 @@ import pytest
 import torch
 from small import fused_adamw, make_batches, make_model
 
-from safetrain import SafeTrainer
-
 ALL = {
     "islands": {"modules": ["BatchNorm1d"], "loss": True},
     "activations": {"every": 2, "max_abs": 1e6},
@@ -35,44 +33,35 @@ def test_hooks_are_removed_when_the_run_ends_in_an_exception(make_trainer):
 
 
 def test_activations_are_recorded_after_a_refusal_and_a_limit_refuses(make_trainer):
-    watched = []
-
-    class Watching(SafeTrainer):
-        def on_commit(self, view):
-            if any(name.startswith("activations.") for name in view.signals):
-                watched.append(view.step)
-
+    views = []
     batches = make_batches(8, bad=(4,))
     batches[6][0].mul_(1e9)
     guards = {"activations": {"every": 3, "modules": ["0"], "max_abs": 1e7}}
-    result = make_trainer(make_model(norm=False), Watching, train_data=batches, config={"guards": guards}).fit()
+    trainer = make_trainer(make_model(norm=False), train_data=batches, config={"guards": guards})
+    trainer.on_commit = views.append
+    result = trainer.fit()
+    watched = [view.step for view in views if any(name.startswith("activations.") for name in view.signals)]
     assert watched == [0, 3, 5, 7]
     assert [(i.step, i.trigger.guard) for i in result.incidents] == [(4, "finite"), (6, "activations")]
 
 
 def test_a_compiled_model_is_recorded_on_the_steps_that_are_due(make_trainer):
-    seen = {}
-
-    class Watching(SafeTrainer):
-        def on_commit(self, view):
-            seen[view.step] = view.signals.get("activations.0.max_abs", 0.0)
-
+    views = []
     config = {"loop": {"compile": "aot_eager"}, "guards": {"activations": {"every": 2, "modules": ["0"]}}}
-    make_trainer(cls=Watching, train_data=make_batches(5), config=config).fit()
-    assert [step for step, value in seen.items() if value > 0.0] == [0, 2, 4]
+    trainer = make_trainer(train_data=make_batches(5), config=config)
+    trainer.on_commit = views.append
+    trainer.fit()
+    assert [view.step for view in views if view.signals.get("activations.0.max_abs", 0.0) > 0.0] == [0, 2, 4]
     assert torch.compiler.is_compiling() is False
 
 
 def test_with_deferred_reads_the_numbers_belong_to_their_step(make_trainer):
-    seen = {}
-
-    class Watching(SafeTrainer):
-        def on_commit(self, view):
-            if "activations.2.max_abs" in view.signals:
-                seen[view.step] = view.signals["activations.2.max_abs"]
-
+    views, name = [], "activations.2.max_abs"
     config = {"loop": {"host_read_every": 4}, "guards": {"activations": {"every": 3, "modules": ["2"]}}}
-    make_trainer(cls=Watching, optimizer=fused_adamw, train_data=make_batches(8), config=config).fit()
+    trainer = make_trainer(optimizer=fused_adamw, train_data=make_batches(8), config=config)
+    trainer.on_commit = views.append
+    trainer.fit()
+    seen = {view.step: view.signals[name] for view in views if name in view.signals}
     assert list(seen) == [0, 3, 6]
     assert all(0.0 < value <= 1.0 for value in seen.values())  # a tanh
 

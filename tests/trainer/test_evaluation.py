@@ -79,9 +79,7 @@ def test_metrics_are_means_over_samples_including_nan(make_trainer):
         def evaluation_step(self, model, batch):
             return {"loss": mse(model, batch), "size": float(len(batch[0])), "some": next(sizes)}
 
-    data = [
-        batch for size in (2, 6, 2, 0) for batch in make_batches(1, size=size)
-    ]  # one without samples does not count
+    data = [make_batches(1, size=size)[0] for size in (2, 6, 2, 0)]  # one without samples does not count
     (evaluation,) = make_trainer(None, Scripted, train_data=make_batches(1), eval_data=data).fit().evaluations
     assert evaluation["size"] == pytest.approx((2 * 2 + 6 * 6 + 2 * 2) / 10)
     assert math.isnan(evaluation["some"])

@@ -20,9 +20,6 @@ def assert_close(left, right):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-# ---- steps ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "exact"),
     [
@@ -109,9 +106,6 @@ def test_a_bad_shard_rolls_back_all_ranks(tmp_path, owner):
     assert first[:3] == second[:3]
     assert first[0] == 1
     assert_same_weights(first[3], second[3])
-
-
-# ---- precision --------------------------------------------------------------------------------------------------------
 
 
 class Noting(Ending):
