@@ -48,17 +48,13 @@ def clip_before_backward(routine: Routine) -> Problems:
 def clip_before_unscale(routine: Routine) -> Problems:
     for events in regions(routine):
         scaled = False
-        unscaled_after: set[ast.AST] = set()
         for event in events:
             if event.kind == "backward":
                 scaled = scaled or event.scaled
-            elif event.kind == "unscale":
+            elif event.kind in ("unscale", "scaled_step"):
                 scaled = False
             elif event.kind == "clip" and scaled and not event.managed and not _other_branch(event, events):
-                if event.node not in unscaled_after:
-                    yield event, "gradients are clipped while they are still multiplied by the loss scale"
-            elif event.kind == "scaled_step":
-                scaled = False
+                yield event, "gradients are clipped while they are still multiplied by the loss scale"
 
 
 def _other_branch(clip: Event, events: list[Event]) -> bool:
@@ -166,11 +162,14 @@ def step_before_backward(routine: Routine) -> Problems:
 )
 def zero_grad_before_step(routine: Routine) -> Problems:
     for events in regions(routine):
-        kinds = [event.kind for event in events if event.kind in ("backward", "step", "scaled_step", "zero_grad")]
-        if len(kinds) == 3 and kinds[:2] == ["backward", "zero_grad"] and kinds[2] != "backward":
-            clear = next(event for event in events if event.kind == "zero_grad")
-            step = next(event for event in events if event.kind in ("step", "scaled_step"))
-            if clear.blocks == step.blocks == events[0].blocks and clear.owner == step.owner:
+        order = [event for event in events if event.kind in ("backward", "step", "scaled_step", "zero_grad")]
+        if [event.kind for event in order[:2]] == ["backward", "zero_grad"] and len(order) == 3:
+            _, clear, step = order
+            if (
+                step.kind != "backward"
+                and clear.blocks == step.blocks == events[0].blocks
+                and clear.owner == step.owner
+            ):
                 yield clear, "the gradients are set to zero before the optimizer has used them"
 
 

@@ -44,7 +44,10 @@ def readable(subject: Subject) -> Outcome:
             "leave empty batches out where the data is made",
             batches=scan.empty_batches[:64],
         )
-    fields = [f"{path or 'batch'} {_dtype(known)}{list(known.shape)}" for path, known in scan.fields.items()]
+    fields = [
+        f"{path or 'batch'} {str(known.dtype).removeprefix('torch.')}{list(known.shape)}"
+        for path, known in scan.fields.items()
+    ]
     return passed(f"{scan.seen} in {scan.num_batches} batches: {listed(fields)}", **subject.seen)
 
 
@@ -158,7 +161,3 @@ def _per_feature(known: Field) -> torch.Tensor:
     elif len(known.shape) == 2:
         low, high = low.amin(0), high.amax(0)
     return (low == high).flatten().cpu()
-
-
-def _dtype(known: Field) -> str:
-    return str(known.dtype).removeprefix("torch.")
