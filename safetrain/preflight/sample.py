@@ -82,7 +82,7 @@ class Sample:
         elif isinstance(source, ListSource):
             batches = ((place, None, source.data[place]) for place in places)
         else:
-            batches = ((place, None, batch) for place, batch in enumerate(source.open(0, 0)))
+            batches = _one_after_another(source)
         place, ids = -1, None
         while True:
             try:
@@ -115,6 +115,12 @@ class Sample:
             error = TypeError(f"it holds no tensor (it is {describe(batch)})")
             raise CannotRead(f"batch {place}", error)
         return to_device(batch, self._device)
+
+
+def _one_after_another(source: Source) -> Iterator[tuple[int, None, Any]]:
+    """Opened when the first batch is asked for: opening may raise, too."""
+    for place, batch in enumerate(source.open(0, 0)):
+        yield place, None, batch
 
 
 def _samples(dataset: Any, ids: Sequence[int]) -> Iterator[Any]:
