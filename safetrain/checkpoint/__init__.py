@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from .group_store import open_store
-from .manifest import Damaged, Manifest, UnknownSchema
+from .manifest import Damaged
 from .saver import Saver
 from .store import BadState, CheckpointStore, Loaded
-from .weights import save_weights
 
-__all__ = [
-    "BadState",
-    "CheckpointStore",
-    "Damaged",
-    "Loaded",
-    "Manifest",
-    "Saver",
-    "UnknownSchema",
-    "open_store",
-    "save_weights",
-]
+__all__ = ["BadState", "CheckpointStore", "Damaged", "Loaded", "Saver", "open_store"]

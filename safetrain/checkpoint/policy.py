@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,13 @@ from ..core.verdict import Action, Verdict
 from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
 from ..errors import CheckpointError, UsageError
-from . import BadState, Manifest, Saver, open_store, save_weights
-from .manifest import Damaged, read_manifest
+from .group_store import open_store
+from .manifest import Damaged, Manifest, read_manifest
+from .saver import Saver
 from .snapshots import SnapshotAudit, SnapshotRing
 from .state import Stateful, TrainingParts, TrainState, check_dense
-from .store import Loaded
+from .store import BadState, Loaded
+from .weights import save_weights
 
 MEMORY_SHARE = 0.25
 """Of the machine's memory that snapshots may take."""
@@ -68,9 +71,10 @@ class CheckpointPolicy:
         self.rejected: dict[str, str] = {}
         """What was wrong with the state when the last snapshot was due; empty if it was taken."""
         self._store = open_store(run.shared_dir / CHECKPOINTS, config.loop.rank_timeout_seconds)
-        self._saver = (
-            Saver(self._store, self._config.async_, self._published, self._tidy) if self._config.enabled else None
-        )
+        self._saver: Saver | None = None
+        if self._config.enabled:
+            published, tidy = partial(self._store.point, "last"), partial(self._store.rotate, self._kept)
+            self._saver = Saver(self._store, self._config.async_, published, tidy)
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
@@ -181,14 +185,8 @@ class CheckpointPolicy:
             "metric": metric,
         }
 
-    def _published(self, path: Path) -> None:
-        self._store.point("last", path)
-
-    def _tidy(self) -> None:
-        """Old checkpoints go, after a new one is safely on disk. Runs in a thread of its own."""
-        self._store.rotate(self._kept)
-
     def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
+        """The checkpoints that stay when a new one is safely on disk. Called in a thread of its own."""
         config, sign = self._config, 1.0 if self._loop.monitor_mode == "min" else -1.0
         # Of several checkpoints of one step the last counts: it also knows of the evaluation, or of the end of the epoch.
         sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())

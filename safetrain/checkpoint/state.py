@@ -98,7 +98,7 @@ class TrainState:
             **{name: part.state_dict() for name, part in parts.stateful.items()},
             "extra_state": _extra_state(parts.model),
             "born_bad": _marked(parts.nonfinite_by_design, tensors),
-            "buffers": _buffer_names(parts.model, tensors),
+            "buffers": _marked({name for name, _, _ in _buffers(parts.model)}, tensors),
             "eval_mode": [name for name, module in parts.model.named_modules() if not module.training],
             "tied": _tied_names(parts.model),
         }
@@ -306,13 +306,6 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
 
 def _marked(names: set[str], tensors: dict[str, Tensor]) -> list[str]:
     """The tensors of these parameters and buffers."""
-    if not names:
-        return []
-    return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]
-
-
-def _buffer_names(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
-    names = {name for name, _, _ in _buffers(model)}
     if not names:
         return []
     return [name for name in tensors if name.partition("/")[2] in names and not name.startswith("optimizer/")]

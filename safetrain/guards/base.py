@@ -71,10 +71,9 @@ class Guard:
         if not dataclasses.is_dataclass(cls.Config):
             raise TypeError(f"{cls.__name__}.Config must be a dataclass. To fix: put @dataclass above it.")
         known = REGISTRY.get(cls.name)
+        # A user's guard with the name of a built-in one is reached by `_target_`, and does not replace that one.
         if known is None or not known.__module__.startswith(f"{__package__}."):
-            REGISTRY[cls.name] = (
-                cls  # a user's guard with the name of a built-in one is reached by `_target_`, and does not replace that one
-            )
+            REGISTRY[cls.name] = cls
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         """Give the options as keywords, or a ready `Config`."""

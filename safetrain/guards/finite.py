@@ -67,8 +67,7 @@ class Finite(Guard):
             reason = f"{reason}; the training state itself is not finite: {what}{more}"
             return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, bad_state=dict(bad))
         if view.consecutive_refusals + 1 >= self.config.max_consecutive:
-            reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row"
-            reason = f"{reason} (max_consecutive)"
+            reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
             return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, if_state_is_bad=True)
         within = view.refusals_within(self.config.window) + 1
         if within >= self.config.max_in_window:
@@ -83,11 +82,8 @@ class Finite(Guard):
         if view.scaler_overflow:
             return self._collapsed_scale(view)
         if not math.isfinite(view.grad_norm):
-            return (
-                "grad_norm",
-                view.grad_norm,
-                f"the gradient norm is {view.grad_norm} while the loss is {view.loss:.6g}",
-            )
+            reason = f"the gradient norm is {view.grad_norm} while the loss is {view.loss:.6g}"
+            return "grad_norm", view.grad_norm, reason
         if view.norm_overflow and not view.limits.bounded:
             reason = (
                 f"gradient norm overflow ({view.grad_norm:.3g}, every gradient is finite) and nothing bounds it: there is no "

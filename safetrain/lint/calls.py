@@ -8,21 +8,15 @@ from collections.abc import Callable
 from math import inf
 
 from . import operations, vocabulary
-from .context import DTYPES, Context, dotted_name
+from .context import DTYPES, Context, dotted_name, last_name
 from .events import Block, Event, event_of
 from .scope import Scope
 from .value import Value, number
 
 # The namespaces of torch's functions; what follows the last dot is the operation.
-FUNCTION_HOMES = (
-    "torch.nn.functional.",
-    "torch.linalg.",
-    "torch.special.",
-    "torch.Tensor.",
-    "torch.functional.",
-    "torch._C._nn.",
-    "torch.",
-)
+FUNCTION_HOMES = [
+    f"torch.{home}" for home in ("nn.functional.", "linalg.", "special.", "Tensor.", "functional.", "_C._nn.", "")
+]
 # What an instance of these modules computes when it is called.
 MODULES = {
     "Sigmoid": "sigmoid", "Softmax": "softmax", "LogSoftmax": "log_softmax", "ReLU": "relu", "Tanh": "tanh", "Softplus": "softplus",
@@ -204,7 +198,3 @@ class Calls(ABC):
             return made.but(zero=counted.zero, names=counted.names)
         names = frozenset[str]().union(*(arg.names for arg in args)) if args else frozenset[str]()
         return Value("call", args, kwargs, node, ref=f"builtins.{name}", names=names)
-
-
-def last_name(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""

@@ -51,13 +51,12 @@ class _Check:
         Walker(self._value, self._routine).file(self.tree)
         outs = opt_outs(self.source)
         starts = _statement_starts(self.tree) if outs else {}
-        kept = []
-        for key, (finding, node, _) in self.found.items():
-            if key not in self.cancelled and not is_opted_out(
-                outs, node, starts.get(finding.line, finding.line), finding.code
-            ):
-                kept.append(finding)
-        return sorted(kept)
+        return sorted(
+            finding
+            for key, (finding, node, _) in self.found.items()
+            if key not in self.cancelled
+            and not is_opted_out(outs, node, starts.get(finding.line, finding.line), finding.code)
+        )
 
     def _value(self, value: Value, context: Context) -> None:
         self._withdraw(value, context)

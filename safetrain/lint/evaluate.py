@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from math import inf, pi
 from typing import Any
 
 from .calls import Calls
@@ -237,14 +237,11 @@ def _folded(op: str, left: float, right: float, node: ast.AST) -> Value:
         return Value("const", node=node, host=True, grad=False)
 
 
-_INFINITIES = {"torch.inf": inf, "math.inf": inf, "numpy.inf": inf}
+_NAN = Value("const", ref="nan", host=True, grad=False)
 _CONSTANTS = {
-    **{name: number(value) for name, value in _INFINITIES.items()},
-    **{
-        name: Value("const", ref="nan", host=True, grad=False)
-        for name in ("torch.nan", "math.nan", "numpy.nan", "numpy.NaN")
-    },
-    "math.pi": number(3.141592653589793),
+    **dict.fromkeys(("torch.inf", "math.inf", "numpy.inf"), number(inf)),
+    **dict.fromkeys(("torch.nan", "math.nan", "numpy.nan", "numpy.NaN"), _NAN),
+    "math.pi": number(pi),
 }
 _BUILTINS = words(
     "max min abs float int len sum pow round range zip enumerate "

@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from .context import dotted_name
+from .context import dotted_name, last_name
 from .value import UNKNOWN, Value
 
 Block = tuple[str, ast.AST]
@@ -54,7 +54,7 @@ class Routine:
 
 def event_of(node: ast.Call, made: Value, blocks: tuple[Block, ...]) -> Event | None:
     func = node.func
-    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    name = last_name(func)
     if BUILDS.match(name):
         return Event("build", "", node, blocks=blocks)
     if name not in _KINDS:

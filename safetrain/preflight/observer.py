@@ -32,7 +32,6 @@ class Layer:
 
     kind: str
     max_abs: float = 0.0
-    grad_max: float = 0.0
     num_gradients: int = 0
     """Non-zero elements of the gradients."""
     num_lost: int = 0
@@ -181,7 +180,6 @@ class Observer:
         def note(gradient: Tensor) -> None:
             with modes_off():
                 size = gradient.detach().abs().float()
-                layer.grad_max = _larger(layer.grad_max, float(size.max()))
                 nonzero = size[size > 0]
                 layer.num_gradients += nonzero.numel()
                 # Below half of the smallest subnormal, float16 rounds to zero.

@@ -35,8 +35,25 @@ def failed(reason: str, fix: str, **numbers: Any) -> Outcome:
     return Outcome(FAIL, reason, fix, numbers)
 
 
+def graded(is_failure: bool, reason: str, fix: str, **numbers: Any) -> Outcome:
+    return Outcome(FAIL if is_failure else WARN, reason, fix, numbers)
+
+
 def skipped(reason: str) -> Outcome:
     return Outcome(SKIP, reason)
+
+
+class Problems(list[Outcome]):
+    """What a check has found so far."""
+
+    def warn(self, reason: str, fix: str, **numbers: Any) -> None:
+        self.append(warned(reason, fix, **numbers))
+
+    def fail(self, reason: str, fix: str, **numbers: Any) -> None:
+        self.append(failed(reason, fix, **numbers))
+
+    def add(self, is_failure: bool, reason: str, fix: str, **numbers: Any) -> None:
+        self.append(graded(is_failure, reason, fix, **numbers))
 
 
 def worst(outcomes: list[Outcome], otherwise: Outcome) -> Outcome:

@@ -13,29 +13,12 @@ from .outcome import FAIL, PASS, SKIP, WARN, Outcome
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "bright_black"}
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The name of a check, its outcome and its time."""
+@dataclass(frozen=True, kw_only=True)
+class Checked(Outcome):
+    """The outcome of one check, with its name and its time."""
 
     name: str
-    outcome: Outcome
     seconds: float
-
-    @property
-    def status(self) -> str:
-        return self.outcome.status
-
-    @property
-    def reason(self) -> str:
-        return self.outcome.reason
-
-    @property
-    def fix(self) -> str:
-        return self.outcome.fix
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        return self.outcome.numbers
 
     def to_dict(self) -> dict[str, Any]:
         return {

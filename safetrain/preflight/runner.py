@@ -75,14 +75,14 @@ def _run(each: Check, subject: Subject) -> Checked:
     begin = time.perf_counter()
     if subject.budget.left < 0:
         left = f"the {subject.budget.seconds:g} s of the budget are used up; --budget {4 * subject.budget.seconds:g} gives more"
-        return Checked(each.name, skipped(left), 0.0)
+        return Checked(**vars(skipped(left)), name=each.name, seconds=0.0)
     try:
         outcome: Outcome = each.run(subject)
     except Unavailable as reason:
         outcome = skipped(str(reason))
     except Exception as error:  # a check that fails on a model must not prevent the others
         outcome = skipped(f"the check itself failed: {type(error).__name__}: {error}")
-    return Checked(each.name, outcome, time.perf_counter() - begin)
+    return Checked(**vars(outcome), name=each.name, seconds=time.perf_counter() - begin)
 
 
 def _copied_guards(trainer: SafeTrainer) -> list[Guard] | None:

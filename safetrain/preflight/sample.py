@@ -118,6 +118,7 @@ class Sample:
 
 
 def _one_after_another(source: Source) -> Iterator[tuple[int, None, Any]]:
+    """Opened when the first batch is asked for: opening may raise, too."""
     for place, batch in enumerate(source.open(0, 0)):
         yield place, None, batch
 

@@ -26,7 +26,9 @@ class Untouched:
     def __init__(self, trainer: SafeTrainer) -> None:
         self._trainer = trainer
         self._random = RandomState.capture()
-        modules = list(dict.fromkeys(m for root in _modules(trainer) for m in root.modules()))
+        modules = list(
+            dict.fromkeys(m for root in (trainer.model, *trainer.auxiliary_modules()) for m in root.modules())
+        )
         parameters = {id(p): p for p in trainer.stepper.parameters}
         parameters |= {id(p): p for module in modules for p in module.parameters(recurse=False)}
         self._parameters = [(p, p.data, p.data.clone(), p.grad) for p in parameters.values()]
@@ -71,10 +73,6 @@ class Untouched:
 
 def _is_real(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.element_size() > 1
-
-
-def _modules(trainer: SafeTrainer) -> list[nn.Module]:
-    return [trainer.model, *trainer.auxiliary_modules()]
 
 
 def _parts(trainer: SafeTrainer) -> list[Any]:

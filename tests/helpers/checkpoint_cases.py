@@ -45,11 +45,9 @@ class OwnState:
 
     def __init__(self):
         self.position = 0
-        self.num_iterators = 0
 
     def __iter__(self):
         data = Counting()
-        self.num_iterators += 1
         while self.position < 9:
             start = 4 * self.position
             self.position += 1

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,16 +19,7 @@ ROOT = Path(__file__).parents[2]
 CONTEXT = 32
 
 
-def load_recipe(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recipe = load_recipe(ROOT / "recipes" / "char_gpt.py")
+recipe = SimpleNamespace(**runpy.run_path(str(ROOT / "recipes" / "char_gpt.py")))
 
 
 class Lookup(nn.Module):
@@ -149,10 +140,7 @@ def test_an_empty_document_makes_every_gradient_nan():
 
 
 def test_left_padded_documents_hold_the_same_text():
-    plain, left = (
-        recipe.Documents("train", CONTEXT, 500),
-        recipe.Documents("train", CONTEXT, 500, left_padded=range(500)),
-    )
+    plain, left = (recipe.Documents("train", CONTEXT, 500, left_padded=which) for which in ((), range(500)))
     short = next(i for i in range(500) if len(plain.texts[i]) < CONTEXT)
     length = len(plain.texts[short])
     assert torch.equal(plain[short]["tokens"][:length], left[short]["tokens"][-length:])

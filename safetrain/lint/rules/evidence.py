@@ -35,11 +35,7 @@ def is_square_sum(value: Value) -> bool:
     if value.op == "var":
         return True
     if value.op in ("sum", "mean", "nanmean", "cumsum") and value.args:
-        return is_square(value.args[0])
+        return value.args[0].op == "square"
     if value.op == "add" and len(value.args) == 2:
-        return all(is_square(arg) or is_square_sum(arg) for arg in value.args)
-    return value.op in ("mse_loss",)
-
-
-def is_square(value: Value) -> bool:
-    return value.op == "square"
+        return all(arg.op == "square" or is_square_sum(arg) for arg in value.args)
+    return value.op == "mse_loss"

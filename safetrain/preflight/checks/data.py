@@ -8,7 +8,7 @@ import traceback
 import torch
 
 from ...core.numbers import amount, listed
-from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..outcome import Outcome, Problems, failed, passed, skipped, worst
 from ..registry import preflight_check
 from ..scan import Field
 from ..subject import Subject
@@ -44,7 +44,10 @@ def readable(subject: Subject) -> Outcome:
             "leave empty batches out where the data is made",
             batches=scan.empty_batches[:64],
         )
-    fields = [f"{path or 'batch'} {_dtype(known)}{list(known.shape)}" for path, known in scan.fields.items()]
+    fields = [
+        f"{path or 'batch'} {str(known.dtype).removeprefix('torch.')}{list(known.shape)}"
+        for path, known in scan.fields.items()
+    ]
     return passed(f"{scan.seen} in {scan.num_batches} batches: {listed(fields)}", **subject.seen)
 
 
@@ -54,19 +57,17 @@ def readable(subject: Subject) -> Outcome:
     fix="fill it in where the data is read, or leave out the samples named",
 )
 def data_finite(subject: Subject) -> Outcome:
-    problems = []
+    problems = Problems()
     for path, known in subject.fields():
         for kind, rows in (("NaN", known.nan), ("Inf", known.inf)):
             if rows.count:
                 fill = "nanmean of its column" if kind == "NaN" else "a bound that the data has"
-                problems.append(
-                    failed(
-                        f"field {path!r} has {kind} in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
-                        f"fill it in where the data is read (the {fill}, say), or leave out {rows.spoken}",
-                        field=path,
-                        samples=rows.names,
-                        num_samples=rows.count,
-                    )
+                problems.fail(
+                    f"field {path!r} has {kind} in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
+                    f"fill it in where the data is read (the {fill}, say), or leave out {rows.spoken}",
+                    field=path,
+                    samples=rows.names,
+                    num_samples=rows.count,
                 )
     return worst(problems, passed(f"every number of {subject.scan.seen} is finite", **subject.seen))
 
@@ -77,7 +78,7 @@ def data_finite(subject: Subject) -> Outcome:
     fix="rescale, clip or leave out the sample named; standardise the field",
 )
 def data_scale(subject: Subject) -> Outcome:
-    problems = []
+    problems = Problems()
     largest = {}
     for path, known in subject.fields():
         if not known.peaks:
@@ -87,20 +88,16 @@ def data_scale(subject: Subject) -> Outcome:
         name = known.maximum[1] if known.maximum[0] >= -known.minimum[0] else known.minimum[1]
         numbers = {"field": path, "largest": peak, "typical": typical, "sample": name}
         if len(known.peaks) >= FEW and typical > 0 and peak > OUTLIER * typical:
-            problems.append(
-                warned(
-                    f"field {path!r} reaches {amount(peak)} in sample {name}, {amount(peak / typical)} times the typical {amount(typical)}",
-                    f"look at sample {name}: rescale it like the others, clip it, or leave it out",
-                    **numbers,
-                )
+            problems.warn(
+                f"field {path!r} reaches {amount(peak)} in sample {name}, {amount(peak / typical)} times the typical {amount(typical)}",
+                f"look at sample {name}: rescale it like the others, clip it, or leave it out",
+                **numbers,
             )
         elif typical > LARGE:
-            problems.append(
-                warned(
-                    f"field {path!r} has values around {amount(typical)}",
-                    "standardise it where the data is read: (x - mean) / std, or divide it by its largest value",
-                    **numbers,
-                )
+            problems.warn(
+                f"field {path!r} has values around {amount(typical)}",
+                "standardise it where the data is read: (x - mean) / std, or divide it by its largest value",
+                **numbers,
             )
     if not largest:
         return skipped("the batches hold no floating-point field")
@@ -115,7 +112,7 @@ def data_scale(subject: Subject) -> Outcome:
     fix="leave it out, or repair where it is read",
 )
 def constant_features(subject: Subject) -> Outcome:
-    problems = []
+    problems = Problems()
     fields = [(path, known) for path, known in subject.fields() if known.low is not None and known.high is not None]
     if not fields:
         return skipped("the batches hold no floating-point field")
@@ -130,13 +127,11 @@ def constant_features(subject: Subject) -> Outcome:
         columns = constant.nonzero().flatten().tolist()
         if columns and not is_constant[-1]:
             what = "channel" if len(known.shape) == 3 else "feature"
-            problems.append(
-                warned(
-                    f"field {path!r}: {what} {listed(columns)} of {len(constant)} has the same value in {subject.scan.seen}",
-                    f"leave out {what} {listed(columns)}, or repair where it is read; if it is to be standardised, that is a division by 0",
-                    field=path,
-                    features=columns[:64],
-                )
+            problems.warn(
+                f"field {path!r}: {what} {listed(columns)} of {len(constant)} has the same value in {subject.scan.seen}",
+                f"leave out {what} {listed(columns)}, or repair where it is read; if it is to be standardised, that is a division by 0",
+                field=path,
+                features=columns[:64],
             )
     if all(is_constant):
         return failed(
@@ -147,20 +142,13 @@ def constant_features(subject: Subject) -> Outcome:
     for (path, known), constant_field in zip(fields, is_constant, strict=True):
         value = known.maximum[0]
         if constant_field and value not in (0.0, 1.0):  # a mask or sample weights may be all zeros or all ones
-            problems.append(
-                warned(
-                    f"field {path!r} is {amount(value)} in {subject.scan.seen}",
-                    f"leave field {path!r} out, or repair where it is read",
-                    field=path,
-                )
+            problems.warn(
+                f"field {path!r} is {amount(value)} in {subject.scan.seen}",
+                f"leave field {path!r} out, or repair where it is read",
+                field=path,
             )
-    return worst(
-        problems,
-        passed(
-            f"{num_features} feature{'s' if num_features != 1 else ''}, none constant in {subject.scan.seen}",
-            **subject.seen,
-        ),
-    )
+    features = f"{num_features} feature{'s' if num_features != 1 else ''}"
+    return worst(problems, passed(f"{features}, none constant in {subject.scan.seen}", **subject.seen))
 
 
 def _per_feature(known: Field) -> torch.Tensor:
@@ -173,7 +161,3 @@ def _per_feature(known: Field) -> torch.Tensor:
     elif len(known.shape) == 2:
         low, high = low.amin(0), high.amax(0)
     return (low == high).flatten().cpu()
-
-
-def _dtype(known: Field) -> str:
-    return str(known.dtype).removeprefix("torch.")

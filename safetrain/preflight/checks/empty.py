@@ -10,7 +10,7 @@ import torch
 from ...core.numbers import listed
 from ...forensics.replay import fresh
 from ...forensics.samples_of import select
-from ..outcome import Outcome, failed, passed, warned, worst
+from ..outcome import Outcome, Problems, failed, passed, warned, worst
 from ..registry import preflight_check
 from ..sample import Read
 from ..scan import Field, Rows
@@ -25,28 +25,24 @@ from .data import FEW
     fix="leave out the samples named, or let the loss count them as 0",
 )
 def empty_samples(subject: Subject) -> Outcome:
-    problems = []
+    problems = Problems()
     for path, known in subject.fields():
         if known.empty.count:
-            problems.append(
-                failed(
-                    f"field {path!r} has no value at all in {known.empty.count} samples: {listed(known.empty.names)}",
-                    f"leave out {known.empty.spoken}",
-                    field=path,
-                    samples=known.empty.names,
-                )
+            problems.fail(
+                f"field {path!r} has no value at all in {known.empty.count} samples: {listed(known.empty.names)}",
+                f"leave out {known.empty.spoken}",
+                field=path,
+                samples=known.empty.names,
             )
         for value, rows in known.all_same.items():
             problems += _without_content(subject, path, known, value, rows)
         rows = known.all_zero
         if rows.count and rows.count <= 0.5 * known.num_rows and math.prod(known.shape) >= FEW:
-            problems.append(
-                warned(
-                    f"field {path!r} is all zeros in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
-                    f"leave out {rows.spoken} if there is nothing in them",
-                    field=path,
-                    samples=rows.names,
-                )
+            problems.warn(
+                f"field {path!r} is all zeros in {rows.count} of {known.num_rows} samples: {listed(rows.names)}",
+                f"leave out {rows.spoken} if there is nothing in them",
+                field=path,
+                samples=rows.names,
             )
     return worst(problems, passed(f"none in {subject.scan.seen}", **subject.seen))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...core.numbers import amount, listed
-from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..outcome import Outcome, Problems, failed, graded, passed, skipped, worst
 from ..registry import preflight_check
 from ..scan import Field, Rows
 from ..subject import Subject
@@ -108,7 +108,8 @@ def _wrong_indices(subject: Subject) -> Iterator[Outcome]:
 )
 def padding(subject: Subject) -> Outcome:
     """Whether an ignore_index or padding_idx is also used as a real class or token."""
-    problems, in_use = [], []
+    problems = Problems()
+    in_use = []
     for call in subject.loss_calls:
         if not call.has_class_indices or call.field is None:
             continue
@@ -121,14 +122,12 @@ def padding(subject: Subject) -> Outcome:
             continue
         inside = known.interior.get(ignored, Rows())
         if not known.shape:
-            problems.append(
-                failed(
-                    f"class {ignored} is also the ignore index: {marked.count} of {known.num_rows} samples never count in the loss",
-                    "leave ignore_index at its default (-100), or use an index for 'no label' that is not a class",
-                    field=call.field,
-                    ignore_index=ignored,
-                    num_samples=marked.count,
-                )
+            problems.fail(
+                f"class {ignored} is also the ignore index: {marked.count} of {known.num_rows} samples never count in the loss",
+                "leave ignore_index at its default (-100), or use an index for 'no label' that is not a class",
+                field=call.field,
+                ignore_index=ignored,
+                num_samples=marked.count,
             )
         elif inside.count:
             problems.append(_inside(call.field, f"the ignore index {ignored}", ignored, inside, known))
@@ -150,8 +149,8 @@ def padding(subject: Subject) -> Outcome:
 
 
 def _inside(path: str, what: str, value: int, inside: Rows, known: Field) -> Outcome:
-    status = failed if inside.count > 0.1 * known.num_rows else warned
-    return status(
+    return graded(
+        inside.count > 0.1 * known.num_rows,
         f"{what} stands between other values of field {path!r} in {inside.count} of {known.num_rows} samples: {listed(inside.names)}",
         f"give padding a number of its own: {value} is used for both padding and a real value, which is never learned",
         field=path,

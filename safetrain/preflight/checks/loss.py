@@ -6,7 +6,7 @@ import math
 
 from ...core.numbers import amount
 from ..observer import LossCall
-from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..outcome import Outcome, Problems, passed, skipped, worst
 from ..registry import preflight_check
 from ..subject import Subject
 
@@ -28,7 +28,7 @@ def initial_loss(subject: Subject) -> Outcome:
     assert call.mean is not None
     ratio = call.mean / expected if expected else math.nan
     numbers = {"loss": loss, "part": call.mean, "expected": expected, "kind": call.kind}
-    problems = []
+    problems = Problems()
     is_squared = call.kind == "mse_loss"
     if ratio > (10 if is_squared else 1.5) and call.mean > expected + 0.5:
         fix = (
@@ -36,20 +36,17 @@ def initial_loss(subject: Subject) -> Outcome:
             if is_squared
             else "scale the weights of the last layer down, so that its outputs start near 0"
         )
-        problems.append(
-            (failed if ratio > (1000 if is_squared else 5) else warned)(
-                f"{call.kind} starts at {amount(call.mean)}, {amount(ratio)} times the {amount(expected)} of {why}",
-                fix,
-                **numbers,
-            )
+        problems.add(
+            ratio > (1000 if is_squared else 5),
+            f"{call.kind} starts at {amount(call.mean)}, {amount(ratio)} times the {amount(expected)} of {why}",
+            fix,
+            **numbers,
         )
     elif not is_squared and ratio < 0.5:
-        problems.append(
-            warned(
-                f"{call.kind} starts at {amount(call.mean)}, far below the {amount(expected)} of {why}",
-                "fine for trained weights; otherwise look for the label among the inputs",
-                **numbers,
-            )
+        problems.warn(
+            f"{call.kind} starts at {amount(call.mean)}, far below the {amount(expected)} of {why}",
+            "fine for trained weights; otherwise look for the label among the inputs",
+            **numbers,
         )
     if len({c.kind for c, _ in known}) == 1 and len(subject.loss_calls) <= 4 * len(seen.losses):
         # Summing over the values of each sample is common; summing over samples, or a large factor, is not.
@@ -57,12 +54,11 @@ def initial_loss(subject: Subject) -> Outcome:
         share = abs(first) / abs(call.mean) / per_sample if call.mean else math.nan
         if share > 20:
             times = f"{amount(share)} times its mean over samples"
-            problems.append(
-                (failed if share > 1000 else warned)(
-                    f"the loss is {amount(first)}, {times} ({amount(call.mean)})",
-                    "average over samples and values (reduction='mean') and leave out large factors: the learning rate depends on them",
-                    **numbers,
-                )
+            problems.add(
+                share > 1000,
+                f"the loss is {amount(first)}, {times} ({amount(call.mean)})",
+                "average over samples and values (reduction='mean') and leave out large factors: the learning rate depends on them",
+                **numbers,
             )
     return worst(problems, passed(f"{call.kind} starts at {amount(call.mean)}, {why} is {amount(expected)}", **numbers))
 

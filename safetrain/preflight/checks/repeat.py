@@ -24,7 +24,7 @@ from ...data.sources import IterableSource, ListSource, MapSource, StatefulSourc
 from ...errors import Interrupted
 from ...tensors.nest import named_tensors
 from ...trainer.trainer import SafeTrainer
-from ..outcome import Outcome, Unavailable, failed, passed, warned
+from ..outcome import Outcome, Unavailable, failed, graded, passed, warned
 from ..registry import preflight_check
 from ..subject import Subject
 
@@ -56,7 +56,8 @@ def replay(subject: Subject) -> Outcome:
         same = passed(f"loss and {len(gradients)} gradients are the same bit for bit")
         return _other_data(subject) or same
     largest = max(differing.values())
-    return (failed if largest > TOLERANCE else warned)(
+    return graded(
+        largest > TOLERANCE,
         f"the same step gives other numbers when it is run again: {listed(list(differing))} differ by up to {amount(largest)}",
         "draw random numbers from torch, numpy.random or random, not from the clock, os.urandom or a new generator in each step; "
         "for GPU kernels set loop.deterministic=true",

@@ -47,13 +47,11 @@ def lint(subject: Subject) -> Outcome:
 def _executed(subject: Subject, files: list[Path]) -> dict[str, set[int]]:
     """The lines of these files that reading a batch and one step execute: a recipe may hold code that this config does not use."""
     lines: dict[str, set[int]] = {str(path): set() for path in files}
-    spellings: dict[str, str | None] = {}
 
+    @functools.cache
     def name_of(filename: str) -> str | None:
-        if filename not in spellings:
-            resolved = str(Path(filename).resolve())
-            spellings[filename] = resolved if resolved in lines else None
-        return spellings[filename]
+        resolved = str(Path(filename).resolve())
+        return resolved if resolved in lines else None
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         name = name_of(frame.f_code.co_filename)

@@ -19,7 +19,7 @@ from ...forensics.scan import is_healthy
 from ...precision import islands
 from ...tensors.rng import seed_everything
 from ..observer import FP16_MAX, FP16_MIN
-from ..outcome import Outcome, failed, passed, skipped, warned, worst
+from ..outcome import Outcome, Problems, failed, passed, skipped, warned, worst
 from ..registry import preflight_check
 from ..sample import CannotRead, Read
 from ..subject import Subject
@@ -151,17 +151,15 @@ def output_scale(subject: Subject) -> Outcome:
     layers = subject.steps.observer.layers
     if not layers:
         return skipped("no module of the model was called")
-    problems = []
+    problems = Problems()
     for name, layer in layers.items():
         if not layer.max_abs < LARGE_OUTPUT:
-            status = failed if not layer.max_abs < HUGE_OUTPUT else warned
-            problems.append(
-                status(
-                    f"{name} ({layer.kind}) gives values up to {amount(layer.max_abs)}",
-                    _smaller(subject, name, layer.max_abs),
-                    layer=name,
-                    largest=layer.max_abs,
-                )
+            problems.add(
+                not layer.max_abs < HUGE_OUTPUT,
+                f"{name} ({layer.kind}) gives values up to {amount(layer.max_abs)}",
+                _smaller(subject, name, layer.max_abs),
+                layer=name,
+                largest=layer.max_abs,
             )
             break  # the layers after it only propagate it
     largest = max(layers, key=lambda name: layers[name].max_abs)
@@ -188,7 +186,7 @@ def _smaller(subject: Subject, name: str, largest: float) -> str:
 )
 def gradient_scale(subject: Subject) -> Outcome:
     seen = subject.steps
-    problems = []
+    problems = Problems()
     missing = [name for name, gradient in seen.gradients.items() if gradient is None]
     sizes = {
         name: float(g.double().square().mean().sqrt())
@@ -205,12 +203,10 @@ def gradient_scale(subject: Subject) -> Outcome:
             "depends on the weights (no dead activation, no zero factor)",
         )
     if missing:
-        problems.append(
-            warned(
-                f"the loss does not reach {len(missing)} of {len(seen.gradients)} parameters: {listed(missing)}",
-                "use them in forward, or leave them out of the optimizer (requires_grad=False)",
-                unreached=missing,
-            )
+        problems.warn(
+            f"the loss does not reach {len(missing)} of {len(seen.gradients)} parameters: {listed(missing)}",
+            "use them in forward, or leave them out of the optimizer (requires_grad=False)",
+            unreached=missing,
         )
     # Few rows of an embedding are used in a step, and a bias before a normalisation gets no gradient.
     embeddings = {id(m.weight) for m in subject.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
@@ -221,33 +217,29 @@ def gradient_scale(subject: Subject) -> Outcome:
     }
     zero = [name for name, size in matrices.items() if size == 0]
     if zero and not _has_zero_init_branch(subject, matrices):
-        problems.append(
-            warned(
-                f"the gradient is exactly zero in {listed(zero)}",
-                "look at what comes after them: an activation that is dead, weights that are zero, a detach()",
-                zero=zero,
-            )
+        problems.warn(
+            f"the gradient is exactly zero in {listed(zero)}",
+            "look at what comes after them: an activation that is dead, weights that are zero, a detach()",
+            zero=zero,
         )
     alive = {name: size for name, size in matrices.items() if size > 0 and math.isfinite(size)}
     if len(alive) > 1:
         low, high = min(alive, key=lambda name: alive[name]), max(alive, key=lambda name: alive[name])
         ratio = alive[low] / alive[high]
         if ratio < 1e-5:
-            problems.append(
-                (failed if ratio < 1e-7 else warned)(
-                    f"the gradient vanishes: {amount(alive[low])} in {low}, {amount(alive[high])} in {high}",
-                    "add residual connections or normalisation, use ReLU or GELU in place of sigmoid or tanh, and initialise with "
-                    "a deviation of 1/sqrt(fan_in)",
-                    ratio=ratio,
-                )
+            problems.add(
+                ratio < 1e-7,
+                f"the gradient vanishes: {amount(alive[low])} in {low}, {amount(alive[high])} in {high}",
+                "add residual connections or normalisation, use ReLU or GELU in place of sigmoid or tanh, and initialise with "
+                "a deviation of 1/sqrt(fan_in)",
+                ratio=ratio,
             )
     if not norm < 1e4:
-        problems.append(
-            (failed if not norm < 1e8 else warned)(
-                f"the gradient norm is {amount(norm)}",
-                "standardise inputs and targets, average the loss instead of summing it, or bound it: guards.clip.mode=norm",
-                norm=norm,
-            )
+        problems.add(
+            not norm < 1e8,
+            f"the gradient norm is {amount(norm)}",
+            "standardise inputs and targets, average the loss instead of summing it, or bound it: guards.clip.mode=norm",
+            norm=norm,
         )
     return worst(problems, passed(f"norm {amount(norm)}, all {len(sizes)} parameters reached", norm=norm, rms=sizes))
 
@@ -268,40 +260,31 @@ def dead_units(subject: Subject) -> Outcome:
     units = subject.steps.observer.units
     if not units:
         return skipped("the model uses no ReLU, tanh or sigmoid")
-    problems, total, dead = [], 0, 0
+    problems, total, dead = Problems(), 0, 0
     for name, known in units.items():
         total += len(known.alive)
         dead += known.num_dead
         share = known.num_dead / max(len(known.alive), 1)
         if share >= 0.5:
-            problems.append(
-                (failed if share >= 0.9 else warned)(
-                    f"{known.num_dead} of {len(known.alive)} units of {name} ({known.op}) give the same value for all "
-                    f"{subject.steps.num_samples} samples",
-                    f"start the bias before {name} at 0 and its weights at nn.init.kaiming_uniform_, or use LeakyReLU or GELU there",
-                    layer=name,
-                    num_dead=known.num_dead,
-                    num_units=len(known.alive),
-                )
+            problems.add(
+                share >= 0.9,
+                f"{known.num_dead} of {len(known.alive)} units of {name} ({known.op}) give the same value for all "
+                f"{subject.steps.num_samples} samples",
+                f"start the bias before {name} at 0 and its weights at nn.init.kaiming_uniform_, or use LeakyReLU or GELU there",
+                layer=name,
+                num_dead=known.num_dead,
+                num_units=len(known.alive),
             )
         saturated = known.num_saturated / max(known.num_values, 1)
         if saturated > 0.9:
-            problems.append(
-                warned(
-                    f"{saturated:.0%} of the values of {name} ({known.op}) are saturated: their gradient is near zero",
-                    f"scale down what goes into {name}: smaller weights, standardised inputs, or a normalisation before it",
-                    layer=name,
-                    saturated=saturated,
-                )
+            problems.warn(
+                f"{saturated:.0%} of the values of {name} ({known.op}) are saturated: their gradient is near zero",
+                f"scale down what goes into {name}: smaller weights, standardised inputs, or a normalisation before it",
+                layer=name,
+                saturated=saturated,
             )
-    return worst(
-        problems,
-        passed(
-            f"{dead} of {total} units are dead, seen with {subject.steps.num_samples} samples",
-            num_dead=dead,
-            num_units=total,
-        ),
-    )
+    seen = f"{dead} of {total} units are dead, seen with {subject.steps.num_samples} samples"
+    return worst(problems, passed(seen, num_dead=dead, num_units=total))
 
 
 @preflight_check(
@@ -321,31 +304,24 @@ def amp_headroom(subject: Subject) -> Outcome:
     gradients = [layer for layer in observer.layers.values() if layer.num_gradients]
     lost = sum(layer.num_lost for layer in gradients) / max(sum(layer.num_gradients for layer in gradients), 1)
     smallest = min((layer.smallest for layer in gradients), default=math.nan)
-    numbers = {
-        "largest": peak,
-        "module": where,
-        "fp16_max": FP16_MAX,
-        "smallest_gradient": smallest,
-        "share_lost": lost,
-    }
-    problems = []
+    numbers = {"largest": peak, "module": where, "fp16_max": FP16_MAX}
+    numbers |= {"smallest_gradient": smallest, "share_lost": lost}
+    problems = Problems()
     if precision == "fp16":
         if not peak < FP16_MAX / 8:
-            problems.append(
-                (failed if not peak < FP16_MAX else warned)(
-                    f"the largest value in {place} is {amount(peak)}, float16 ends at {FP16_MAX:.0f}",
-                    f"standardise the inputs, use loop.precision=bf16, or keep it in float32: guards.islands.modules=[{where or '*'}]",
-                    **numbers,
-                )
+            problems.add(
+                not peak < FP16_MAX,
+                f"the largest value in {place} is {amount(peak)}, float16 ends at {FP16_MAX:.0f}",
+                f"standardise the inputs, use loop.precision=bf16, or keep it in float32: guards.islands.modules=[{where or '*'}]",
+                **numbers,
             )
         if lost > 0.1:
-            problems.append(
-                (failed if lost > 0.9 else warned)(
-                    f"{lost:.0%} of the gradients are too small for float16, even with loss scaling (smallest {amount(smallest)}, "
-                    f"float16 begins at {amount(FP16_MIN)})",
-                    "use loop.precision=bf16 or fp32, or scale the loss up",
-                    **numbers,
-                )
+            problems.add(
+                lost > 0.9,
+                f"{lost:.0%} of the gradients are too small for float16, even with loss scaling (smallest {amount(smallest)}, "
+                f"float16 begins at {amount(FP16_MIN)})",
+                "use loop.precision=bf16 or fp32, or scale the loss up",
+                **numbers,
             )
     fits = peak < FP16_MAX / 8 and lost <= 0.1
     note = f"largest value {amount(peak)} in {place}, {amount(FP16_MAX / peak) if peak else 'inf'} times below float16's limit"

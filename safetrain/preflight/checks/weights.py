@@ -13,7 +13,7 @@ from ..._private.modules import transposed_convolutions
 from ...core.numbers import amount, listed
 from ...tensors.rng import seed_everything
 from ...trainer.trainer import SafeTrainer
-from ..outcome import Outcome, failed, passed, warned, worst
+from ..outcome import Outcome, Problems, failed, graded, passed, warned, worst
 from ..registry import preflight_check
 from ..subject import Subject
 
@@ -30,7 +30,7 @@ EXTREME, LARGE, SMALL = 100.0, 20.0, 1e-3
     fix="initialise the parameter named",
 )
 def weights_finite(subject: Subject) -> Outcome:
-    problems = []
+    problems = Problems()
     for name, tensor in subject.model.named_parameters():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -39,30 +39,24 @@ def weights_finite(subject: Subject) -> Outcome:
         if num_bad and not tensor.requires_grad:
             continue  # a mask, say
         if num_bad:
-            problems.append(
-                failed(
-                    f"{name} holds {num_bad} NaN or Inf of {tensor.numel()} values",
-                    f"initialise {name} with finite values, or load weights that are (nn.init.xavier_uniform_, say)",
-                    parameter=name,
-                )
+            problems.fail(
+                f"{name} holds {num_bad} NaN or Inf of {tensor.numel()} values",
+                f"initialise {name} with finite values, or load weights that are (nn.init.xavier_uniform_, say)",
+                parameter=name,
             )
         elif float(values.abs().max()) > HUGE:
-            problems.append(
-                failed(
-                    f"{name} holds {amount(float(values.abs().max()))}: uninitialised memory, or an initialisation gone wrong",
-                    f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
-                    parameter=name,
-                )
+            problems.fail(
+                f"{name} holds {amount(float(values.abs().max()))}: uninitialised memory, or an initialisation gone wrong",
+                f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
+                parameter=name,
             )
     rebuilt = _uninitialised(subject)
-    problems += [
-        failed(
+    for name in rebuilt or ():
+        problems.fail(
             f"{name} is never initialised: it holds arbitrary memory",
             f"initialise {name} (nn.init.xavier_uniform_ for a matrix, zeros for a bias); torch.empty does not",
             parameter=name,
         )
-        for name in rebuilt or ()
-    ]
     count = sum(p.numel() for p in subject.model.parameters())
     how = "all finite and initialised" if rebuilt is not None else "all finite"
     return worst(problems, passed(f"{count:,} weights, {how}", num_weights=count))
@@ -108,22 +102,17 @@ def _uninitialised(subject: Subject) -> list[str] | None:
     fix="initialise with a deviation of 1/sqrt(fan_in)",
 )
 def weights_scale(subject: Subject) -> Outcome:
-    problems: list[Outcome] = []
-    sizes: dict[str, float] = {}
-    for name, weight, fan_in in _matrices(subject.model):
-        sizes[name] = _rms(weight) * math.sqrt(fan_in)
-    for name, size in sizes.items():
-        problems += _judge(subject, name, size)
+    problems = Problems()
+    sizes = {name: _rms(weight) * math.sqrt(fan_in) for name, weight, fan_in in _matrices(subject.model)}
     tiny = [name for name, size in sizes.items() if size < SMALL]
     if len(tiny) > 1 and len(tiny) == len(sizes):
-        problems.insert(
-            0,
-            failed(
-                f"every weight matrix is near zero: {listed(tiny)}",
-                "initialise the weights at random with a deviation of about 1/sqrt(fan_in): nn.init.kaiming_uniform_, xavier_uniform_",
-                parameters=tiny,
-            ),
+        problems.fail(
+            f"every weight matrix is near zero: {listed(tiny)}",
+            "initialise the weights at random with a deviation of about 1/sqrt(fan_in): nn.init.kaiming_uniform_, xavier_uniform_",
+            parameters=tiny,
         )
+    for name, size in sizes.items():
+        problems += _judge(subject, name, size)
     if not sizes:
         return passed("no weight matrix")
     limits = f"{amount(min(sizes.values()))} to {amount(max(sizes.values()))}"
@@ -132,7 +121,8 @@ def weights_scale(subject: Subject) -> Outcome:
 
 def _judge(subject: Subject, name: str, size: float) -> Iterator[Outcome]:
     if size > LARGE:
-        yield (failed if size > EXTREME else warned)(
+        yield graded(
+            size > EXTREME,
             f"{name} is too large: its outputs are about {amount(size)} times as large as its inputs",
             f"scale the initialisation of {name} down {amount(size)}-fold: a deviation of about 1/sqrt(fan_in)",
             parameter=name,
