@@ -9,7 +9,7 @@
     <!-- generated: files -->                     every file of the package, with the first sentence of its docstring
     <!-- end generated -->
 
-The rest of a page is written by hand.
+`docs/lint.md` is made whole, from the rules.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from safetrain.config.schema import Config
 from safetrain.core.fields import Field, fields_of
 from safetrain.core.options import field_docs
 from safetrain.guards import REGISTRY
+from safetrain.lint.document import document
 from safetrain.preflight import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,9 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Every page that has something generated in it, as it should be."""
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
-        if SECTION.search(text):
+        if path.name == "lint.md":
+            yield path, document()
+        elif SECTION.search(text):
             yield path, SECTION.sub(lambda found: found[1] + "\n" + generated(found[2]) + "\n" + found[4], text)
 
 

@@ -6,7 +6,6 @@ import re
 import textwrap
 
 import pytest
-from lint_examples import EXAMPLES
 
 from safetrain.lint import RULES, check_source
 
@@ -31,19 +30,19 @@ def function(body: str, arguments: str = "x, y, mask, eps=1e-6, **kwargs") -> st
 
 @pytest.mark.parametrize("code", RULES)
 def test_examples_of_every_rule(code: str) -> None:
-    bad, good = EXAMPLES[code]
-    assert {finding.code for finding in check_source(bad)} == {code}
-    assert not check_source(good)
+    rule = RULES[code]
+    assert {finding.code for finding in check_source(rule.bad)} == {code}
+    assert not check_source(rule.good)
 
 
 def test_all_examples_in_one_file() -> None:
     source, expected = "", []
-    for code, (bad, _) in EXAMPLES.items():
-        bad = re.sub(r"def (\w+)", rf"def \1_{code}", bad)  # functions of one name would be taken for each other
+    for code, rule in RULES.items():
+        bad = re.sub(r"def (\w+)", rf"def \1_{code}", rule.bad)  # functions of one name would be taken for each other
         expected += [(source.count("\n") + finding.line, code) for finding in check_source(bad)]
         source += bad
     assert [(finding.line, finding.code) for finding in check_source(source)] == expected
-    assert check_source("".join(good for _, good in EXAMPLES.values())) == []
+    assert check_source("".join(rule.good for rule in RULES.values())) == []
 
 
 # One row: a rule, and code in which it must find something and the other rules nothing.

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lint_examples import EXAMPLES, PAGE
 
 import safetrain
 from safetrain.errors import UsageError
 from safetrain.lint import RULES, SYNTAX_ERROR, check_source, lint_paths
+from safetrain.lint.document import document
 
 ROOT = Path(safetrain.__file__).resolve().parent.parent
 LINE = "y = torch.log(torch.softmax(x, -1)) / x.norm()"
-SOURCE = "".join(bad + good for bad, good in EXAMPLES.values())
+EXAMPLES = "".join(rule.bad + rule.good for rule in RULES.values())
 STDLIB = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
@@ -161,7 +161,7 @@ def test_arbitrary_text_does_not_crash(text: str) -> None:
 
 def test_a_damaged_file_does_not_crash() -> None:
     chance = random.Random(0)
-    source = SOURCE.splitlines()
+    source = EXAMPLES.splitlines()
     for _ in range(150):
         lines = list(source)
         for _ in range(chance.randint(1, 4)):
@@ -184,7 +184,7 @@ def test_deeply_nested_code_does_not_crash(source: str) -> None:
 
 
 def test_thousands_of_lines_per_second_without_torch() -> None:
-    source = SOURCE * 20
+    source = EXAMPLES * 20
     start = time.process_time()
     check_source(source)
     assert source.count("\n") / (time.process_time() - start) > 2000
@@ -195,24 +195,15 @@ def test_thousands_of_lines_per_second_without_torch() -> None:
 # --- documentation -------------------------------------------------------------------------------------------------
 
 
-def test_the_page_lists_the_rules_in_order() -> None:
-    rows = "\n".join(f"| [{code}](#{code.lower()}) | {rule.title} |" for code, rule in sorted(RULES.items()))
-    assert f"| rule | pattern |\n|---|---|\n{rows}\n\n## " in PAGE
-    assert list(EXAMPLES) == sorted(RULES)
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_the_page_explains_a_rule_as_a_finding_does(code: str) -> None:
-    rule, (bad, good) = RULES[code], EXAMPLES[code]
-    title = rule.title[0].upper() + rule.title[1:]
-    unsafe = f"**{title}.** {rule.why}\n\n<!-- lint: {code} -->\n```python\n{bad}```"
-    assert f"## {code}\n\n{unsafe}\n\nSafe: {rule.safe}\n\n<!-- lint: clean -->\n```python\n{good}```\n" in PAGE
+def test_the_documentation_is_generated_from_the_rules() -> None:
+    text = (ROOT / "docs/lint.md").read_text(encoding="utf-8")
+    assert text == document(), "run: python -m safetrain.lint.document > docs/lint.md"
 
 
 @pytest.mark.parametrize("code", RULES)
 def test_the_examples_run_and_suggest_functions_that_exist(code: str) -> None:
     rule = RULES[code]
-    for example in EXAMPLES[code]:
+    for example in (rule.bad, rule.good):
         exec(compile(example, code, "exec"), {})
     assert set(re.findall(r"safetrain\.safe\.(\w+)", rule.safe)) <= set(safetrain.safe.__all__)
 

@@ -15,6 +15,20 @@ from .evidence import guarded, is_bare_exp, is_exp_sum, is_square_sum, needs_gra
     on=("div", "reciprocal"),
     why="x / 0 is inf and 0 / 0 is NaN: an empty mask, a padded row or a constant feature is enough.",
     safe="safetrain.safe.div(a, b), or b.clamp(min=eps); for a norm safetrain.safe.normalize, for a masked mean safetrain.safe.masked_mean.",
+    bad="""
+        def masked_mean(x, mask):
+            return (x * mask).sum() / mask.sum()
+
+        def unit(x):
+            return x / x.norm(dim=-1, keepdim=True)
+        """,
+    good="""
+        def masked_mean(x, mask):
+            return (x * mask).sum() / mask.sum().clamp(min=1)
+
+        def unit(x, eps=1e-6):
+            return x / (x.norm(dim=-1, keepdim=True) + eps)
+        """,
 )
 def division_by_zero(value: Value, context: Context) -> str | None:
     denominator = value.args[-1] if value.op == "div" else value.args[0]
@@ -31,6 +45,16 @@ def division_by_zero(value: Value, context: Context) -> str | None:
     on=("sqrt", "rsqrt", "pow"),
     why="The derivative of sqrt at 0 is infinite: with all terms 0 the gradient is inf * 0 = NaN, although the forward pass gives 0.",
     safe="safetrain.safe.norm(x) or torch.linalg.vector_norm(x) (gradient 0 at 0), safetrain.safe.std(x), or an eps inside: sqrt(s + eps).",
+    bad="""
+        def distance(a, b):
+            return ((a - b) ** 2).sum(-1).sqrt()
+        """,
+    good="""
+        import torch
+
+        def distance(a, b):
+            return torch.linalg.vector_norm(a - b, dim=-1)
+        """,
 )
 def root_of_square_sum(value: Value, context: Context) -> str | None:
     if value.op == "pow" and value.args[1].constant not in (0.5, -0.5):
@@ -50,6 +74,18 @@ def root_of_square_sum(value: Value, context: Context) -> str | None:
     on=("pow", "sqrt", "rsqrt"),
     why="With an exponent below 1 the derivative at 0 is infinite; with a negative one the value is, too.",
     safe="safetrain.safe.pow(x, p) or safetrain.safe.sqrt(x), or x.clamp(min=eps) ** p.",
+    bad="""
+        import torch
+
+        def compress(spectrum):
+            return torch.relu(spectrum) ** 0.3
+        """,
+    good="""
+        import torch
+
+        def compress(spectrum):
+            return torch.relu(spectrum).clamp(min=1e-6) ** 0.3
+        """,
 )
 def singular_power(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -76,6 +112,14 @@ def singular_power(value: Value, context: Context) -> str | None:
     on=("mean", "std", "var"),
     why="The mean of no elements is NaN: one batch in which the mask selects nothing ends the run.",
     safe="safetrain.safe.masked_mean(x, mask), or (x * mask).sum() / mask.sum().clamp(min=1).",
+    bad="""
+        def foreground_loss(loss, mask):
+            return loss[mask > 0].mean()
+        """,
+    good="""
+        def foreground_loss(loss, mask):
+            return (loss * (mask > 0)).sum() / (mask > 0).sum().clamp(min=1)
+        """,
 )
 def mean_of_selection(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -93,6 +137,18 @@ def mean_of_selection(value: Value, context: Context) -> str | None:
     on=("div", "reciprocal"),
     why="For large negative x, exp(-x) is inf; the value is still 0, but the gradient is inf * 0 = NaN.",
     safe="torch.sigmoid(x).",
+    bad="""
+        import torch
+
+        def gate(x):
+            return 1 / (1 + torch.exp(-x))
+        """,
+    good="""
+        import torch
+
+        def gate(x):
+            return torch.sigmoid(x)
+        """,
 )
 def hand_written_sigmoid(value: Value, context: Context) -> str | None:
     denominator = value.args[-1] if value.op == "div" else value.args[0]

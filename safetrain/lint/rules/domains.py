@@ -14,6 +14,20 @@ from .evidence import needs_gradient
     on=("acos", "asin", "atanh"),
     why="A cosine of 1.0000001 by rounding gives NaN, and at exactly ±1 the derivative is infinite; clamp(-1, 1) fixes only the first.",
     safe="safetrain.safe.acos / asin / atanh, or x.clamp(-1 + 1e-6, 1 - 1e-6) before; atan2(sin, cos) for an angle.",
+    bad="""
+        import torch
+        import torch.nn.functional as F
+
+        def angle(a, b):
+            return torch.acos(F.cosine_similarity(a, b))
+        """,
+    good="""
+        import torch
+        import torch.nn.functional as F
+
+        def angle(a, b):
+            return torch.acos(F.cosine_similarity(a, b).clamp(-1 + 1e-6, 1 - 1e-6))
+        """,
 )
 def edge_of_domain(value: Value, context: Context) -> str | None:
     source = value.args[0]

@@ -18,6 +18,19 @@ LOG_SCALE = re.compile(r"(^|_)log_?(var|std|sigma|scale|sd|variance|sig)s?(_|$)"
     on=("div",),
     why="exp overflows above 88 (11 in half): inf / inf is NaN.",
     safe="torch.softmax(x, dim), or safetrain.safe.softmax(x, mask=…) with a mask; subtract x.amax(dim, keepdim=True) first.",
+    bad="""
+        import torch
+
+        def attention(scores):
+            weights = torch.exp(scores)
+            return weights / weights.sum(-1, keepdim=True)
+        """,
+    good="""
+        import torch
+
+        def attention(scores):
+            return torch.softmax(scores, dim=-1)
+        """,
 )
 def hand_written_softmax(value: Value, context: Context) -> str | None:
     if len(value.args) == 2 and is_exp_sum(_without_eps(value.args[1])):
@@ -37,6 +50,25 @@ def _without_eps(value: Value) -> Value:
     on=("log", "log1p"),
     why="exp overflows above 88 (11 in half), so the log is inf; far below 0 it underflows, so the log is -inf.",
     safe="torch.logsumexp(x, dim) for log(sum(exp(x))), F.softplus(x) for log(1 + exp(x)).",
+    bad="""
+        import torch
+
+        def log_partition(scores):
+            return scores.exp().sum(-1).log()
+
+        def softplus(x):
+            return torch.log(1 + torch.exp(x))
+        """,
+    good="""
+        import torch
+        import torch.nn.functional as F
+
+        def log_partition(scores):
+            return torch.logsumexp(scores, dim=-1)
+
+        def softplus(x):
+            return F.softplus(x)
+        """,
 )
 def hand_written_logsumexp(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -59,6 +91,18 @@ def _has_exp_factor(value: Value) -> bool:
     on=("exp",),
     why="A network's log-variance is not bounded: one outlier above 88 (11 in half) overflows to inf, in the sample or in the KL term.",
     safe="safetrain.safe.exp(log_var), or exp(log_var.clamp(-30, 20)); softplus for a scale.",
+    bad="""
+        import torch
+
+        def sample(mean, logvar):
+            return mean + torch.randn_like(mean) * torch.exp(0.5 * logvar)
+        """,
+    good="""
+        import torch
+
+        def sample(mean, logvar):
+            return mean + torch.randn_like(mean) * torch.exp(0.5 * logvar.clamp(-30, 20))
+        """,
 )
 def exp_of_log_scale(value: Value, context: Context) -> str | None:
     source = value.args[0]

@@ -16,6 +16,19 @@ LOGS = ("log", "log2", "log10")
     on=LOGS,
     why="A probability below 1e-45 (6e-8 in half) rounds to 0; its log is -inf, and the gradient 0 * inf is NaN.",
     safe="F.log_softmax(x, dim) or safetrain.safe.log_softmax; F.logsigmoid(x) for a sigmoid, F.logsigmoid(-x) for 1 - sigmoid.",
+    bad="""
+        import torch
+
+        def nll(logits, target):
+            probs = torch.softmax(logits, dim=-1)
+            return -torch.log(probs).gather(-1, target).mean()
+        """,
+    good="""
+        import torch.nn.functional as F
+
+        def nll(logits, target):
+            return -F.log_softmax(logits, dim=-1).gather(-1, target).mean()
+        """,
 )
 def log_of_probability(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -32,6 +45,18 @@ def log_of_probability(value: Value, context: Context) -> str | None:
     on=LOGS,
     why="log(0) is -inf and its gradient is infinite; one such element makes the whole loss or gradient NaN.",
     safe="safetrain.safe.log(x), or log(x.clamp(min=1e-6)); log1p for log(1 + x).",
+    bad="""
+        import torch
+
+        def log_energy(frames):
+            return torch.log(frames.pow(2).sum(-1))
+        """,
+    good="""
+        import torch
+
+        def log_energy(frames):
+            return torch.log(frames.pow(2).sum(-1).clamp(min=1e-6))
+        """,
 )
 def log_of_zero(value: Value, context: Context) -> str | None:
     source = value.args[0]

@@ -51,6 +51,19 @@ def _named(operation: Value) -> str:
     on=("where", "masked_fill"),
     why="Both branches are computed and differentiated: the gradient of the branch not taken is 0 * inf = NaN.",
     safe="Make the input safe, not the output: x_ok = where(ok, x, 1); where(ok, log(x_ok), 0). Or safetrain.safe.log / div / sqrt.",
+    bad="""
+        import torch
+
+        def log_or_zero(x):
+            return torch.where(x > 0, torch.log(x), torch.zeros_like(x))
+        """,
+    good="""
+        import torch
+
+        def log_or_zero(x):
+            positive = x > 0
+            return torch.where(positive, torch.log(torch.where(positive, x, 1.0)), 0.0)
+        """,
 )
 def where_over_unsafe(value: Value, context: Context) -> str | None:
     if context.no_grad or len(value.args) < 2:
@@ -71,6 +84,16 @@ def where_over_unsafe(value: Value, context: Context) -> str | None:
     on=("boolean_index", "mul"),
     why="Selecting the good elements afterwards does not undo the bad ones: their gradient is 0 * inf = NaN, and NaN * 0 is NaN.",
     safe="Select first, then compute: x[ok].log(), a[ok] / b[ok]. Or safetrain.safe.log / div / sqrt.",
+    bad="""
+        def relative_error(prediction, target):
+            error = (prediction - target).abs() / target
+            return error[target != 0].sum()
+        """,
+    good="""
+        def relative_error(prediction, target):
+            known = target != 0
+            return ((prediction[known] - target[known]).abs() / target[known]).sum()
+        """,
 )
 def select_after_unsafe(value: Value, context: Context) -> str | None:
     if context.no_grad or not value.args:
@@ -90,6 +113,16 @@ def select_after_unsafe(value: Value, context: Context) -> str | None:
     on=("nan_to_num", "nanmean", "nansum"),
     why="It changes the value, not the gradient: the NaN reaches the weights unnoticed.",
     safe="Remove the cause instead: safetrain.safe.log / div / sqrt before, or let safetrain skip the step and name the operation.",
+    bad="""
+        import torch
+
+        def training_loss(loss):
+            return torch.nan_to_num(loss)
+        """,
+    good="""
+        def training_loss(loss):
+            return loss
+        """,
 )
 def hides_nan(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -115,6 +148,16 @@ def _names_in(value: Value) -> set[str]:
     on=("masked_fill", "where", "mul", "full"),
     why="fp16 ends at 65504: -1e9 becomes -inf or raises, and a row of only -inf is NaN after softmax.",
     safe="torch.finfo(scores.dtype).min, scores.float() before, or safetrain.safe.softmax(scores, mask=mask).",
+    bad="""
+        def mask_scores(scores, mask):
+            return scores.masked_fill(mask == 0, -1e9)
+        """,
+    good="""
+        import torch
+
+        def mask_scores(scores, mask):
+            return scores.masked_fill(mask == 0, torch.finfo(scores.dtype).min)
+        """,
 )
 def mask_too_large(value: Value, context: Context) -> str | None:
     if any(arg.dtype in ("float", "bf16", "int") for arg in value.args) or context.no_grad:
@@ -142,6 +185,18 @@ def _is_mask_like(value: Value) -> bool:
     on=("softmax", "log_softmax", "logsumexp"),
     why="A row in which everything is masked (an all-padding sequence) is softmax of only -inf: 0 / 0 = NaN.",
     safe="safetrain.safe.softmax(scores, mask=mask), F.scaled_dot_product_attention, or torch.finfo(scores.dtype).min for the mask.",
+    bad="""
+        def attention(scores, padding_mask):
+            scores = scores.masked_fill(padding_mask, float("-inf"))
+            return scores.softmax(-1)
+        """,
+    good="""
+        import torch
+
+        def attention(scores, padding_mask):
+            scores = scores.masked_fill(padding_mask, torch.finfo(scores.dtype).min)
+            return scores.softmax(-1)
+        """,
 )
 def softmax_of_minus_inf(value: Value, context: Context) -> str | None:
     source = value.args[0]
@@ -156,6 +211,16 @@ def softmax_of_minus_inf(value: Value, context: Context) -> str | None:
     on=("mul",),
     why="0 * inf is NaN: an additive mask made by (1 - mask) * -inf is NaN exactly where nothing is masked.",
     safe="scores.masked_fill(mask == 0, torch.finfo(scores.dtype).min), or where(mask, 0, -inf).",
+    bad="""
+        def additive_mask(mask):
+            return (1.0 - mask) * float("-inf")
+        """,
+    good="""
+        import torch
+
+        def additive_mask(scores, mask):
+            return torch.zeros_like(scores).masked_fill(mask == 0, torch.finfo(scores.dtype).min)
+        """,
 )
 def infinite_product(value: Value, context: Context) -> str | None:
     for one, other in (value.args, value.args[::-1]):

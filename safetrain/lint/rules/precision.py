@@ -21,6 +21,26 @@ MODEL = re.compile(r"model|(^|[._])net(work)?$", re.I)
     on=(*sorted(LOSSES), "call", "assign"),
     why="Logits leave the model in half precision: above 65504 they are inf, bf16 keeps three digits, and CPU autocast keeps softmax, exp and sum in half.",
     safe="Convert first, loss_fn(logits.float(), target), or compute the loss after the autocast block.",
+    bad="""
+        import torch
+        import torch.nn.functional as F
+
+        def step(model, x, y):
+            with torch.autocast("cuda", dtype=torch.float16):
+                logits = model(x)
+                loss = F.cross_entropy(logits, y)
+            return loss
+        """,
+    good="""
+        import torch
+        import torch.nn.functional as F
+
+        def step(model, x, y):
+            with torch.autocast("cuda", dtype=torch.float16):
+                logits = model(x)
+                loss = F.cross_entropy(logits.float(), y)
+            return loss
+        """,
 )
 def loss_under_autocast(value: Value, context: Context) -> str | None:
     if not context.autocast or context.no_grad or not value.args:
@@ -63,6 +83,20 @@ def _callees(value: Value) -> list[str]:
     on=("log", "log2", "log10", "div", "sqrt", "rsqrt", "reciprocal", "pow"),
     why="fp16's smallest number is 6e-8: 1e-8 and 1e-12 round to 0 and have no effect.",
     safe="x.float() before, an eps of at least 1e-6 (1e-4 under a division), or safetrain.safe.log / div, which adapt to the dtype.",
+    bad="""
+        import torch
+
+        def entropy(probs):
+            probs = probs.half()
+            return -(probs * torch.log(probs + 1e-12)).sum(-1)
+        """,
+    good="""
+        import torch
+
+        def entropy(probs):
+            probs = probs.float()
+            return -(probs * torch.log(probs + 1e-12)).sum(-1)
+        """,
 )
 def eps_vanishes(value: Value, context: Context) -> str | None:
     operand = value.args[1] if value.op == "div" and len(value.args) > 1 else value.args[0]
@@ -81,6 +115,20 @@ def eps_vanishes(value: Value, context: Context) -> str | None:
     on=("call",),
     why="Adam divides by sqrt(v) + eps; with half-precision weights both round to 0 and the update is 0 / 0.",
     safe="Keep the weights in fp32 and use autocast, or pass eps=1e-4.",
+    bad="""
+        import torch
+
+        def build(inputs, outputs):
+            model = torch.nn.Linear(inputs, outputs).half()
+            return torch.optim.Adam(model.parameters(), lr=1e-3)
+        """,
+    good="""
+        import torch
+
+        def build(inputs, outputs):
+            model = torch.nn.Linear(inputs, outputs)
+            return torch.optim.Adam(model.parameters(), lr=1e-3)
+        """,
 )
 def adam_in_half(value: Value, context: Context) -> str | None:
     if not re.fullmatch(r"torch\.optim\.(\w+\.)?(Adam|AdamW|NAdam|RAdam|Adamax)", value.ref) or not value.args:

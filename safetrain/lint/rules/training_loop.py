@@ -30,6 +30,24 @@ def _first(events: list[Event], *kinds: str) -> int | None:
     "gradient clipping before backward",
     why="Before backward() there are no gradients of this step yet: the optimizer steps with the unclipped gradient.",
     safe="loss.backward(); clip_grad_norm_(model.parameters(), 1.0); optimizer.step().",
+    bad="""
+        from torch.nn.utils import clip_grad_norm_
+
+        def step(model, loss, optimizer):
+            optimizer.zero_grad()
+            clip_grad_norm_(model.parameters(), 1.0)
+            loss.backward()
+            optimizer.step()
+        """,
+    good="""
+        from torch.nn.utils import clip_grad_norm_
+
+        def step(model, loss, optimizer):
+            optimizer.zero_grad()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        """,
 )
 def clip_before_backward(routine: Routine) -> Problems:
     for events in regions(routine):
@@ -44,6 +62,27 @@ def clip_before_backward(routine: Routine) -> Problems:
     "gradient clipping before scaler.unscale_",
     why="The gradients are still multiplied by the loss scale (65536 at the start): clipping reduces them to almost nothing.",
     safe="scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(…); scaler.step(optimizer); scaler.update().",
+    bad="""
+        from torch.nn.utils import clip_grad_norm_
+
+        def step(model, loss, optimizer, scaler):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+    good="""
+        from torch.nn.utils import clip_grad_norm_
+
+        def step(model, loss, optimizer, scaler):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
 )
 def clip_before_unscale(routine: Routine) -> Problems:
     for events in regions(routine):
@@ -68,6 +107,21 @@ def _other_branch(clip: Event, events: list[Event]) -> bool:
     "zero_grad missing",
     why="backward() adds to the existing gradients: without zero_grad they grow with every step until the weights diverge.",
     safe="optimizer.zero_grad() once per optimizer step, before backward() or after step().",
+    bad="""
+        def train(model, data, optimizer):
+            for x, y in data:
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+        """,
+    good="""
+        def train(model, data, optimizer):
+            for x, y in data:
+                optimizer.zero_grad()
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+        """,
 )
 def zero_grad_missing(routine: Routine) -> Problems:
     backwards, steps = routine.of("backward"), routine.of("step", "scaled_step")
@@ -99,6 +153,24 @@ def _clears_elsewhere(routine: Routine) -> bool:
     "gradient accumulation without dividing the loss",
     why="The accumulated gradient is the sum over the micro-batches, n times as large as intended; so is the step, and training diverges.",
     safe="(loss / accumulation_steps).backward().",
+    bad="""
+        def train(model, data, optimizer, accumulation_steps):
+            for i, (x, y) in enumerate(data):
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+    good="""
+        def train(model, data, optimizer, accumulation_steps):
+            for i, (x, y) in enumerate(data):
+                loss = ((model(x) - y) ** 2).mean()
+                (loss / accumulation_steps).backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
 )
 def accumulation_without_division(routine: Routine) -> Problems:
     for step in routine.of("step", "scaled_step"):
@@ -144,6 +216,18 @@ def _divides_gradients(routine: Routine) -> bool:
     "optimizer.step before backward",
     why="The step uses the gradients of the previous batch (or none), not those of this loss.",
     safe="zero_grad(), forward, backward(), clip, step(), in this order.",
+    bad="""
+        def step(model, loss, optimizer):
+            optimizer.zero_grad()
+            optimizer.step()
+            loss.backward()
+        """,
+    good="""
+        def step(model, loss, optimizer):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
 )
 def step_before_backward(routine: Routine) -> Problems:
     for events in regions(routine):
@@ -159,6 +243,18 @@ def step_before_backward(routine: Routine) -> Problems:
     "zero_grad between backward and step",
     why="The gradients are cleared before they are used: the weights change by momentum and weight decay only.",
     safe="zero_grad() before backward() or after step().",
+    bad="""
+        def step(model, loss, optimizer):
+            loss.backward()
+            optimizer.zero_grad()
+            optimizer.step()
+        """,
+    good="""
+        def step(model, loss, optimizer):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
 )
 def zero_grad_before_step(routine: Routine) -> Problems:
     for events in regions(routine):
@@ -178,6 +274,19 @@ def zero_grad_before_step(routine: Routine) -> Problems:
     "optimizer.step with scaled gradients",
     why="The gradients are multiplied by the loss scale (65536 at the start); so is the step, and the weights explode.",
     safe="scaler.step(optimizer); scaler.update(), which unscale and skip a step that overflowed.",
+    bad="""
+        def step(model, loss, optimizer, scaler):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            optimizer.step()
+        """,
+    good="""
+        def step(model, loss, optimizer, scaler):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
 )
 def step_with_scaled_gradients(routine: Routine) -> Problems:
     if any(event.scaled for event in routine.of("backward")) and not routine.of("scaled_step", "unscale"):
