@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import nn
 from torch.distributed import DistNetworkError
 from torch.optim import Optimizer
 
-from ..config.schema import Config, LoopConfig, Target
-from ..config.targets import import_target, instantiate
+from ..config.schema import Config, LoopConfig
+from ..config.targets import import_target, instantiate_loss
 from ..core.loss import LossFn, adapt_loss
 from ..data.stream import BatchStream, open_stream
 from ..distributed.machine import Machine
@@ -32,8 +31,11 @@ from ..tensors.sharded import is_sharded
 from .fsdp import keep_sharded, shard_model
 
 
-def open_machine(loop: LoopConfig) -> Machine:
-    """The machine to train on. That the processes cannot reach each other is a launch error."""
+def open_machine(config: Config) -> Machine:
+    """Seed the random generators, and set up the machine to train on. That the processes cannot reach each other is a launch error."""
+    if config.seed is not None:
+        seed_everything(config.seed)
+    loop = config.loop
     try:
         machine = Machine(loop.device, num_processes=loop.num_processes, rank_timeout_seconds=loop.rank_timeout_seconds)
     except DistNetworkError as error:
@@ -60,6 +62,8 @@ def prepare_model(
 
     With `loop.strategy=fsdp` its parameters become other objects; an optimizer that has the old ones gets the new ones.
     """
+    if not model.training:
+        model.train()
     model.to(machine.device)
     if is_sharded(model):
         keep_sharded(model)
@@ -142,14 +146,4 @@ def choose_loss(given: LossFn | None, config: Config) -> LossFn | None:
     """The loss that was handed over, or else that of the config."""
     if given is not None:
         return adapt_loss(given)
-    return None if config.loss is None else build_loss(config.loss)
-
-
-def build_loss(node: Target) -> LossFn:
-    """`loss(model, batch)` from a `_target_`: a class is instantiated, a function gets its arguments bound."""
-    target = import_target(node["_target_"])
-    if inspect.isclass(target):
-        loss = instantiate(node)
-    else:
-        loss = partial(target, **{key: value for key, value in node.items() if key != "_target_"})
-    return adapt_loss(loss)
+    return None if config.loss is None else adapt_loss(instantiate_loss(config.loss))

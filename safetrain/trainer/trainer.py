@@ -26,7 +26,6 @@ from ..precision.mixed import Precision
 from ..recovery import Ladder, RefusedStep
 from ..step.deferred import UNDONE, Late
 from ..step.step import Outcome, Step
-from ..tensors.rng import seed_everything
 from . import build, checks
 from .evaluation import Evaluation
 from .hooks import TrainerHooks
@@ -77,13 +76,9 @@ class SafeTrainer(TrainerHooks):
         """
         self.config, self._run_dir = load_config(config), run_dir
         loop = self.config.loop
-        if self.config.seed is not None:
-            seed_everything(self.config.seed)
-        self.machine = build.open_machine(loop)
+        self.machine = build.open_machine(self.config)
         self.model = self.build_model() if model is None else model
         checks.check_trainable(self.model)
-        if not self.model.training:
-            self.model.train()
         self.guards = GuardSet(build.build_guards(self.config.guards, guards or ()))
         self.precision = Precision(loop.precision, self.machine.device, self.model)
         called = build.prepare_model(self.model, self.machine, loop, optimizer, self.guards)
@@ -156,16 +151,15 @@ class SafeTrainer(TrainerHooks):
         view = step.view(measurement)
         decision = step.judge(view)
         if decision.action is Action.COMMIT:
-            outcome = step.commit(measurement, view, decision)
-            if outcome is Outcome.COMMITTED:
+            if step.commit(measurement, view, decision) is not Outcome.RUINED:
                 return self._committed(view, decision, step.transaction.window_before(window))
-            if outcome is Outcome.OVERFLOWED:
-                return self.run.stepped(view, decision, "overflow")
             decision = step.refusal_of_ruined(view)
         step.undo(view.loss_scale)
         self._conclude(self._session.recovery.resolve(view, decision, window, step.transaction.random_state))
 
     def _committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
+        if view.scaler_overflow:  # fp16: the scaler's own way of skipping a step
+            return self.run.stepped(view, decision, "overflow")
         self._session.recovery.repairs.last_good.committed(window, view.loss)
         self._session.run.stepped(view, decision, "commit")
         self.on_commit(view)
@@ -203,10 +197,7 @@ class SafeTrainer(TrainerHooks):
         """Record the outcome of a refused step and call `on_incident`. Raises TrainingStopped on a stop."""
         if case.applied is not None:
             view, decision, window = case.applied
-            if view.scaler_overflow:
-                self.run.stepped(view, decision, "overflow")
-            else:
-                self._committed(view, decision, self.stepper.transaction.window_before(window))
+            self._committed(view, decision, self.stepper.transaction.window_before(window))
         if case.resolution is None:
             return Action.COMMIT
         self.run.close_incident(case)
