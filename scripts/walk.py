@@ -192,7 +192,9 @@ def rendered(calls: list[Call], max_depth: int | None = None, counts: bool = Tru
     column = min(max((len(name) for name, _ in lines), default=0), WIDTH // 2) + 2
     width = WIDTH - column
     texts = [(name, text if len(text) <= width else text[: width - 1].rsplit(" ", 1)[0] + " …") for name, text in lines]
-    total = ["", f"{num_calls(calls)} calls in {num_files(calls)} files"]
+    step = [max(calls, key=lambda call: num_calls([call]))]  # the rest gets the batch, saves and evaluates
+    of_step = f"{num_calls(step)} in {num_files(step)} of them in {name_of(step[0].code)}"
+    total = ["", f"{num_calls(calls)} calls in {num_files(calls)} files; {of_step}"]
     return [*(f"{name:<{column - 2}}  {text}".rstrip() for name, text in texts), *(total if counts else [])]
 
 
