@@ -1,6 +1,6 @@
 """Memory that a step frees, kept for the next one.
 
-The C library of most Linux systems gives freed memory back to the system, and the next step asks for it anew: every page of it
+The C library of most Linux systems gives freed memory back to the system, and the next step asks for it again: every page of it
 is then a page fault. In a step of a small ResNet on a CPU those are 1,500, and a fifth of its time. The setting is one of the
 whole process, so the commands turn it on and the library does not.
 """
@@ -37,7 +37,7 @@ KEEP_MEMORY = Feature(
 
 def keep_freed_memory() -> bool:
     """For all of the process and for good: there is no way to ask what was in force before. False: this system is another, or
-    somebody has set it in the environment already."""
+    it is set in the environment already."""
     if any(name in os.environ for name in SETTINGS) or not KEEP_MEMORY.works:
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -139,7 +139,7 @@ class TrainState:
         progress.load_state_dict(order | from_loadable(self.rest["progress"]))
 
     def own_part(self) -> dict[str, Any]:
-        """What is different in each process of a run: small, and beside that the buffers of a model that is sharded over them."""
+        """What is different in each process of a run: small, and the buffers of a model that is sharded over them."""
         part = {"random": self.rest["random"]}
         if "progress" in self.rest:
             part["data"] = self.rest["progress"]["data"]

@@ -181,7 +181,7 @@ def _collect_configs(name: str, texts: dict[str, str]) -> None:
 
 
 def _collect_source(path: Path, sources: dict[Path, bytes]) -> None:
-    """A source file, and the files beside it that it imports or names in a string."""
+    """A source file, and the files next to it that it imports or names in a string."""
     if path in sources:
         return
     sources[path] = path.read_bytes()
@@ -201,7 +201,7 @@ def _collect_source(path: Path, sources: dict[Path, bytes]) -> None:
 
 
 def _standing_alone(text: str, names: list[str]) -> str:
-    """A config as it reads beside its sources; the commands in its header name the file, not the recipe that ships."""
+    """A config as it reads next to its sources; the commands in its header name the file, not the recipe that ships."""
     text = _FILE_TARGET.sub(r"\1./\2", text)
     for name in names:
         text = re.sub(rf"(safetrain (?:fit|config show) {re.escape(name)})(?=\s|$)", r"\1.yaml", text)

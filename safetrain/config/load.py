@@ -80,7 +80,7 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
 
 
 _CHECKED = "_checked"
-"""Attribute of a loaded config: how it read when it was checked. One that was changed since is checked anew."""
+"""Attribute of a loaded config: how it read when it was checked. A config that was changed since is checked again."""
 
 
 def _is_checked(config: Config) -> bool:

@@ -138,7 +138,7 @@ class Link:
         _open = self
 
     def send(self, numbers: Tensor) -> PendingGather:
-        """Begin to exchange a vector of equal length on every rank; nobody waits yet."""
+        """Begin to exchange a vector of equal length on every rank, without waiting."""
         received = numbers.new_empty(self.world_size * numbers.numel())
         work = _all_gather(received, numbers, group=self._numbers, async_op=True)
         return PendingGather(work, received.view(self.world_size, -1))
@@ -201,7 +201,7 @@ class Failure:
     def as_error(self, doing: str) -> RankError:
         return RankError(
             f"rank {self.rank} raised {self.kind} {doing}: {self.message}\n{self.trace.rstrip()}\n"
-            f"To fix: mend what rank {self.rank} raised; this rank had no error of its own."
+            f"To fix: correct what rank {self.rank} raised; this rank had no error of its own."
         )
 
 

@@ -43,7 +43,7 @@ class Machine:
     ) -> None:
         """`num_processes`: raise unless this many take part."""
         timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=rank_timeout_seconds))
-        # Unless it is told so, accelerate does not let processes on a machine without a GPU find each other.
+        # Without `cpu`, accelerate does not let processes on a machine without a GPU find each other.
         on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
         self._accelerator = Accelerator(
             cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]

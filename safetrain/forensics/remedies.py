@@ -200,7 +200,7 @@ def clipped_gradient(trials: Trials) -> Iterator[Remedy]:
 def fresh_optimizer_state(trials: Trials) -> Iterator[Remedy]:
     optimizer = trials.optimizer
     if optimizer is not None and optimizer.state and not trials.has_success:
-        yield trials.update("optimizer_reset", "with the optimizer's state begun anew", _without_state(optimizer))
+        yield trials.update("optimizer_reset", "with the optimizer's state reset", _without_state(optimizer))
 
 
 def whole_step_in_fp32(trials: Trials) -> Iterator[Remedy]:

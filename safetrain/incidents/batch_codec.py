@@ -2,7 +2,7 @@
 
 Tensors, numbers, strings, lists, tuples and dicts stay what they are. An object of any other class is taken apart as pickle
 would do it and kept with the name of its class, so that who reads the file decides whether that class may be imported. That is
-why this walks through a batch in its own way: objects that nobody else looks into must come back, with their classes named.
+why this walks through a batch in its own way: objects that no other walker opens must come back, with their classes named.
 """
 
 from __future__ import annotations

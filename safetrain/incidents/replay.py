@@ -121,7 +121,7 @@ def _restore(bundle: Bundle, model: nn.Module, beside: list[nn.Module]) -> list[
         for module, state in zip(beside, contents["beside"], strict=True):
             module.load_state_dict(from_loadable(state), strict=False)
     elif contents["beside"]:
-        notes.append("the state of modules beside the model was not restored: they were not found")
+        notes.append("the state of auxiliary modules was not restored: they were not found")
     model.train()
     for name, module in model.named_modules():
         if name in set(contents["eval_mode"]):

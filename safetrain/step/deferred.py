@@ -166,7 +166,7 @@ class Deferral:
     ) -> bool:
         """Read the numbers of all pending steps in one transfer, and give them to the functions in their order.
 
-        `refused` returns what was done about the step. `undone` is for steps that nobody judges any more, with their outcome:
+        `refused` returns what was done about the step. `undone` is for steps that are no longer judged, with their outcome:
         those after a rollback, and all that are left when the run ends. True: one of them caused a rollback.
         """
         pending, self._pending, self._step.num_pending = self._pending, [], 0

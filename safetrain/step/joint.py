@@ -1,6 +1,6 @@
 """Steps that several ranks make together: no rank decides anything before it knows what all ranks know.
 
-    forward … ─ last forward ─ send numbers (nobody waits) ─ backward ─ receive ─ judge the same numbers
+    forward … ─ last forward ─ send numbers (without waiting) ─ backward ─ receive ─ judge the same numbers
 
 Every rank takes part in every exchange of gradients. A rank whose forward raised contributes zero gradients, and all refuse the step;
 one whose backward raised has already reported a finished forward, and stands in with NaN, which no guard lets pass.

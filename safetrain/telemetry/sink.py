@@ -73,7 +73,7 @@ class Sink:
         """`name`, `run_dir`, `parameters`, `device`, `precision`, `world_size`, `guards`, `total_steps`, and `resumed` of a resumed run."""
 
     def noted(self, text: str) -> None:
-        """A sentence for whoever watches the run."""
+        """A sentence for the person who watches the run."""
 
     def stepped(self, records: Sequence[StepRecord]) -> None:
         """Every step, in batches."""
@@ -221,7 +221,9 @@ class Telemetry:
         except Exception as error:
             if sink in self._outside:
                 self._report(sink, what, error)
-            elif isinstance(error, BrokenPipeError):  # whoever read the output has gone: no reason to stop training
+            elif isinstance(
+                error, BrokenPipeError
+            ):  # the reader of the output has closed it: no reason to stop training
                 if sink in self.sinks:
                     self.sinks.remove(sink)
                 _silence_output()

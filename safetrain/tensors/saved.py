@@ -102,7 +102,7 @@ class Captured:
     """What the roots hold: values of tensors, contents of containers, states of generators, all the way down.
 
     `restore` puts them back into the same objects, any number of times. Parameters and the
-    objects in `known` are left out: somebody else restores those.
+    objects in `known` are left out: their owner restores those.
     """
 
     left_alone: ClassVar[tuple[type, ...]] = (str, bytes, int, float, complex, bool, type(None))

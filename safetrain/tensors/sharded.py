@@ -19,7 +19,7 @@ from .._private import dtensor
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether each process holds a part of it only."""
-    known = sys.modules.get("torch.distributed.tensor")  # importing it is slow; until somebody has, there is no DTensor
+    known = sys.modules.get("torch.distributed.tensor")  # importing it is slow; before that, there is no DTensor
     return known is not None and isinstance(tensor, known.DTensor)
 
 

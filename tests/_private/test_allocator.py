@@ -1,4 +1,4 @@
-"""Memory that a step frees is not asked for anew by the next one, in a run that the command line started."""
+"""Memory that a step frees is not requested again by the next one, in a run that the command line started."""
 
 import os
 import resource

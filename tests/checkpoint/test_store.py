@@ -36,7 +36,7 @@ def write(store, step, **tensors):
 
 
 def forge(path, change):
-    """A manifest that somebody has changed and sealed again."""
+    """A manifest that was changed and sealed again."""
     body = json.loads((path / "manifest.json").read_text())
     del body["checksum"]
     change(body)
