@@ -90,6 +90,13 @@ class Verdict:
             raise ValueError(f"lr_scale must be finite and not negative, got {self.lr_scale}")
         if self.action > Action.COMMIT and not self.reason:
             raise ValueError(f"a verdict of {self.action} needs a reason")
+        for name in ("evidence", "bad_samples", "bad_state"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name} of a verdict must be a dict, got {getattr(self, name)!r}")
+        if not (self.doubt is None or isinstance(self.doubt, Doubt)):
+            raise ValueError(f"doubt of a verdict must be one of {', '.join(map(str, Doubt))}, got {self.doubt!r}")
+        if not all(isinstance(number, (int, float)) for number in (self.expected_loss or 0.0, self.doubt_margin)):
+            raise ValueError("expected_loss and doubt_margin of a verdict must be numbers")
 
 
 COMMIT = Verdict()

@@ -6,9 +6,9 @@ costs one call of `judge` for each guard, and one of each other method that it d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import overload
+from typing import Any, overload
 
 from torch import Tensor, nn
 
@@ -17,8 +17,8 @@ from ..core.view import DeviceStep, Limits, StepView, tightest
 from .base import REGISTRY, Guard
 
 
-class GuardSet(Sequence[Guard]):
-    """A sequence of guards that can be added to while it is in use."""
+class GuardSet(MutableSequence[Guard]):
+    """A list of guards that may be changed while it is in use."""
 
     def __init__(self, guards: Iterable[Guard]) -> None:
         self._model: nn.Module | None = None
@@ -44,14 +44,31 @@ class GuardSet(Sequence[Guard]):
     def __getitem__(self, index: int | slice) -> Guard | list[Guard]:
         return self._members[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        members = list(self._members)
+        members[index] = value
+        self._replace(members)
+
+    def __delitem__(self, index: int | slice) -> None:
+        members = list(self._members)
+        del members[index]
+        self._replace(members)
+
+    def insert(self, index: int, value: Guard) -> None:
+        members = list(self._members)
+        members.insert(index, value)
+        self._replace(members)
+
     def __len__(self) -> int:
         return len(self._members)
 
-    def append(self, guard: Guard) -> None:
-        """Put one more to work; if the model is attached already, to that model."""
-        self._set_members([*self._members, guard])
+    def _replace(self, members: list[Guard]) -> None:
+        """New ones are attached to the model if the others are. The hooks of one that was removed stay until the run ends."""
+        new = [guard for guard in members if not any(guard is known for known in self._members)]
+        self._set_members(members)
         if self._model is not None:
-            self._attach(guard, self._model)
+            for guard in new:
+                self._attach(guard, self._model)
 
     def named(self, name: str) -> Guard:
         """The guard of that name; one that is not there yet is made with its defaults and added."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..core.incident import Incident
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
 from ..distributed.agreement import LocalBlame
+from ..errors import UsageError
 from ..forensics import Diagnosis
 from ..forensics.samples_of import select
 from ..forensics.substitutes import Patch
@@ -62,10 +63,23 @@ class RefusedStep:
         found: dict[int, set[int]] = {self.guilty_micro_batch: set(self.incident.samples)}
         if 2 * len(self.incident.samples) > num_samples(self.window[self.guilty_micro_batch]):
             found.clear()
-        for verdict in self.decision.verdicts.values():
+        for name, verdict in self.decision.verdicts.items():
             for index, rows in verdict.bad_samples.items():
+                self._check_rows(name, index, rows)
                 found.setdefault(index, set()).update(rows)
         return {index: sorted(samples) for index, samples in found.items()}
+
+    def _check_rows(self, guard: str, index: int, rows: Sequence[int]) -> None:
+        sizes = [num_samples(batch) for batch in self.window]
+        if (
+            index not in range(len(sizes))
+            or not isinstance(rows, Collection)
+            or not all(hasattr(row, "__index__") and row in range(sizes[index]) for row in rows)
+        ):
+            raise UsageError(
+                f"guard {guard}: bad_samples is {{{index!r}: {rows!r}}}, but the window's micro-batches have {sizes} samples.\n"
+                "To fix: give rows, counted from 0, by the index of their micro-batch."
+            )
 
     @property
     def may_drop_samples(self) -> bool:

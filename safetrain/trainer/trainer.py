@@ -152,7 +152,7 @@ class SafeTrainer(TrainerHooks):
         decision = step.judge(view)
         if decision.action is Action.COMMIT:
             if step.commit(measurement, view, decision) is not Outcome.RUINED:
-                return self._committed(view, decision, step.transaction.window_before(window))
+                return self._committed(view, decision, window)
             decision = step.refusal_of_ruined(view)
         step.undo(view.loss_scale)
         self._conclude(self._session.recovery.resolve(view, decision, window, step.transaction.random_state))
@@ -160,7 +160,7 @@ class SafeTrainer(TrainerHooks):
     def _committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
         if view.scaler_overflow:  # fp16: the scaler's own way of skipping a step
             return self.run.stepped(view, decision, "overflow")
-        self._session.recovery.repairs.last_good.committed(window, view.loss)
+        self._session.recovery.repairs.last_good.committed(self.stepper.transaction.window_before(window), view.loss)
         self._session.run.stepped(view, decision, "commit")
         self.on_commit(view)
 
@@ -196,8 +196,7 @@ class SafeTrainer(TrainerHooks):
     def _conclude(self, case: RefusedStep) -> Action:
         """Record the outcome of a refused step and call `on_incident`. Raises TrainingStopped on a stop."""
         if case.applied is not None:
-            view, decision, window = case.applied
-            self._committed(view, decision, self.stepper.transaction.window_before(window))
+            self._committed(*case.applied)
         if case.resolution is None:
             return Action.COMMIT
         self.run.close_incident(case)
@@ -241,8 +240,9 @@ class SafeTrainer(TrainerHooks):
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         step = self.stepper
         # These may have been set on this instance.
-        step.training_step, step.schedule.scheduler = self.training_step, self.scheduler
-        self.evaluation.evaluation_step = self.evaluation_step
+        self.loss_fn = build.choose_loss(self.loss_fn, self.config)
+        step.training_step, self.evaluation.evaluation_step = self.training_step, self.evaluation_step
+        step.schedule.scheduler, step.guards[:] = self.scheduler, self.guards
         self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
         parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
         with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
@@ -367,7 +367,7 @@ class SafeTrainer(TrainerHooks):
 
     def guard(self, name: str) -> Any:
         """The guard of that name; one that the run does not have yet is added with its defaults."""
-        return self.guards.named(name)
+        return self.stepper.guards.named(name)
 
     def auxiliary_modules(self) -> list[nn.Module]:
         """Modules that a step uses and that are not part of the model: its loss, and attributes of a subclass."""

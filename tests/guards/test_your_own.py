@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from small import make_batches
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from safetrain import Action, Guard, SafeTrainer, Verdict
+from safetrain import Action, Guard, SafeTrainer, UsageError, Verdict
 from safetrain.verdict import Doubt
 
 AT = 30
@@ -237,3 +238,46 @@ def test_a_recording_is_kept_with_the_incident(tmp_path):
     (incident,) = train(tmp_path, guard).incidents
     recorded = json.loads((tmp_path / "run" / incident.path / "flight_recorder.json").read_text())
     assert recorded == {"recorder": {"before": [{"learned": AT}], "refused": {"gap": 1.5}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"doubt": "last_good"},
+        {"bad_samples": [5]},
+        {"bad_state": ["weight"]},
+        {"evidence": None},
+        {"expected_loss": "x"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_field_of_the_wrong_type_is_an_error(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Verdict(Action.SKIP, reason="not this one", **fields)
+
+
+@pytest.mark.parametrize("rows", [{0: [500]}, {7: [0]}, {"0": [1]}, {0: [1.0]}, {0: 1}], ids=str)
+def test_rows_that_are_not_there_are_an_error_that_names_the_guard(make_trainer, rows):
+    class Naming(Guard):
+        def judge(self, view):
+            return Verdict(Action.SKIP, reason="bad rows", bad_samples=rows) if view.step == 2 else Verdict()
+
+    data = TensorDataset(torch.randn(32 * 6, 6), torch.randn(32 * 6, 1))
+    trainer = make_trainer(nn.Linear(6, 1), train_data=data, guards=[Naming()])
+    with pytest.raises(UsageError, match="guard naming: bad_samples"):
+        trainer.fit()
+
+
+def test_guards_may_be_replaced_and_removed_before_the_run(make_trainer):
+    judged = []
+
+    class Watching(Guard):
+        def judge(self, view):
+            judged.append(view.step)
+            return Verdict()
+
+    trainer = make_trainer(train_data=make_batches(3))
+    trainer.guards.pop()
+    trainer.guards = [*trainer.guards, Watching()]
+    trainer.fit()
+    assert judged == [0, 1, 2]
