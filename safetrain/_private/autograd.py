@@ -18,7 +18,7 @@ else:
     except ImportError:
 
         class TorchDispatchMode:
-            """Something to derive from. Whoever enters it has looked at TRACING before."""
+            """A base class. Check TRACING before entering it."""
 
 
 NO_NUMBER = 1 << 62
