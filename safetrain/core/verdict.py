@@ -38,6 +38,10 @@ class Doubt(enum.Enum):
     """The batch that was committed last is bad now too."""
     SINCE_START = "start"
     """The weights that training began with give a better loss on this very step."""
+    TRIAL = "trial"
+    """The update is tried, and good batches become clearly worse by it."""
+    BRANCHES = "branches"
+    """Short runs from here and from an earlier state are compared, and one from the earlier state is clearly better."""
 
 
 @dataclass(frozen=True)
