@@ -30,6 +30,16 @@ class Outcome:
 
 
 @dataclass
+class CalledFrom:
+    """The innermost line of the user's own code, when the operation itself is in a library."""
+
+    file: str
+    line: int
+    code: str
+    function: str
+
+
+@dataclass
 class Origin:
     """The first bad operation. Empty fields were not found out; `phase` is then `unknown`."""
 
@@ -43,6 +53,12 @@ class Origin:
     code: str | None = None
     inputs: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    library: str | None = None
+    """Name and version of the installed package that `file` belongs to; None when it is the user's own."""
+    called_from: CalledFrom | None = None
+    """From where the user's own code called the library; None when `file` is the user's own."""
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    """The calls from the user's line down to the operation, torch's own Python included; empty when there is only one."""
 
 
 def describe_operand(operand: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ facts.py          operand statistics at the ops that make bad values
 provenance.py     walks the record back from a bad loss or gradient to where it began
 finding.py        op, phase, module and line of the origin
 frames.py         from Python frames to modules and user lines
+ownership.py      whose code a file is: the user's, a library's, Python's
 update.py         the same for the optimizer's step
 raised.py         exceptions that are raised because of numbers
 causes.py         the table of rules that name the cause; the closed list of causes is core/causes.py

@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.incident import Origin
+from ..core.incident import CalledFrom, Origin
 from ..precision.autocast import LOW_PRECISION
 from .facts import Facts
-from .frames import Frame, Place, innermost_module, inside_engine, is_user, outside_function, stack_of, user_place
+from .frames import (
+    Frame,
+    Place,
+    call_chain,
+    innermost_module,
+    inside_engine,
+    is_user,
+    outside_function,
+    own_place,
+    stack_of,
+    user_place,
+)
+from .ownership import is_own, library_of
 from .provenance import Blame, Provenance, primary
 from .raised import complains_of_bad_values, is_numeric
 from .replay import Leaf, Replayer, Trace
@@ -44,6 +56,8 @@ class Finding:
     module: str | None = None
     module_type: str | None = None
     place: Place | None = None
+    frames: Sequence[Frame] = ()
+    """Of the operation, innermost first."""
     op: str | None = None
     name: str | None = None
     optimizer: str | None = None
@@ -91,7 +105,20 @@ class Finding:
             code=self.place.text if self.place else None,
             inputs=facts.inputs if facts else self.held,
             outputs=facts.outputs if facts else [],
+            library=library_of(self.place.file) if self.place else None,
+            called_from=CalledFrom(*self.caller) if self.caller else None,
+            frames=call_chain(self.frames),
         )
+
+    @property
+    def caller(self) -> Place | None:
+        """The user's own line, when the operation is in a library."""
+        return None if self.place is not None and is_own(self.place.file) else own_place(self.frames)
+
+    @property
+    def own_place(self) -> Place | None:
+        """The innermost line that the user can edit."""
+        return self.place if self.place is not None and is_own(self.place.file) else self.caller
 
 
 def locate(trace: Trace, replayer: Replayer) -> Finding | None:
@@ -146,7 +173,7 @@ def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
         return None
     frames = stack_of(error.__traceback__)
     finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
-    finding.place = user_place(frames)
+    finding.place, finding.frames = user_place(frames), frames
     inner = innermost_module(frames, replayer.module_names)
     finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
     finding.op = finding.name = trace.tracer.api.failed or type(error).__name__
@@ -291,7 +318,9 @@ def describe(finding: Finding, replayer: Replayer) -> None:
         # A value made from nothing (uninitialised memory, a constant): the function is wrong, not a line of arithmetic.
         finding.name = event.node.removesuffix("Backward")
         frames = outside_function(frames)
-    finding.place = user_place(frames) or (user_place(shown.frames) if shown else None)
+    if user_place(frames) is None and shown is not None:
+        frames = shown.frames
+    finding.place, finding.frames = user_place(frames), frames
     inner = innermost_module(frames, replayer.module_names)
     if inner is None and shown is not None:
         inner = innermost_module(shown.frames, replayer.module_names)
@@ -308,7 +337,8 @@ def _describe_leaf(finding: Finding, replayer: Replayer) -> Finding:
     if user is not None:
         shown = user if user.phase == "forward" else finding.trace.tracer.forward_of(user)
         if shown is not None:
-            finding.place = user_place(frames_to_show(shown))
+            finding.frames = frames_to_show(shown)
+            finding.place = user_place(finding.frames)
     if leaf.kind == "batch" or (leaf.kind == "outside" and has_arrays(finding.trace.batch)):
         finding.phase, finding.module, finding.op = "data", DATA, "data"
         enters_model = any(frame.module is not None for event in finding.blame.path for frame in event.frames)

@@ -15,14 +15,18 @@ import torch
 from torch import nn
 
 from .._private.autograd import ENGINE_CALL, MODULE_CALL
+from .ownership import LIBRARY, OWN, is_own, library_of, owner_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
-_BUNDLED = _PACKAGE + "bundled" + os.sep
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 # Libraries whose lines say nothing about the model: they pass calls on, or run the loop.
-_PLUMBING = ("/contextlib.py", "/threading.py", "/functools.py", "/accelerate/", "/einops/", "/opt_einsum/", "/pytest/")
+_PLUMBING = (
+    "/accelerate/", "/einops/", "/opt_einsum/", "/_pytest/", "/pluggy/", "/jaxtyping/", "/beartype/", "/typeguard/", "/decorator.py"
+)  # fmt: skip
+_SHOWN_OF_TORCH = tuple(os.path.join(_TORCH, path) for path in ("nn", "distributions", "optim", "functional.py"))
+_MODULE_FILE = os.path.join(_TORCH, "nn", "modules", "module.py")
+MAX_CHAIN = 12
 
 
 class Frame(NamedTuple):
@@ -65,10 +69,9 @@ def stack_of(trace: TracebackType | None) -> list[Frame]:
 
 
 def is_user(code: CodeType) -> bool:
+    """Is this a line to show for an operation: the user's own, or one of a library other than torch?"""
     file = code.co_filename
-    if file.startswith(_TORCH) or (file.startswith("<") and not file.startswith(("<stdin", "<ipython"))):
-        return False
-    if file.startswith(_PACKAGE) and not file.startswith(_BUNDLED):
+    if file.startswith(_TORCH) or owner_of(file) not in (OWN, LIBRARY):
         return False
     file = file.replace(os.sep, "/")
     return not any(part in file for part in _PLUMBING)
@@ -101,6 +104,42 @@ def user_place(frames: Iterable[Frame]) -> Place | None:
             file = frame.code.co_filename
             return Place(file, frame.line, source_of(frame), frame.code.co_name)
     return None
+
+
+def own_place(frames: Iterable[Frame]) -> Place | None:
+    """The innermost line of the user's own code: who called the library that ran the operation."""
+    for frame in frames:
+        if is_own(frame.code.co_filename):
+            return Place(frame.code.co_filename, frame.line, source_of(frame), frame.code.co_name)
+    return None
+
+
+def call_chain(frames: Sequence[Frame]) -> list[dict[str, str | int | None]]:
+    """From the innermost line of the user's own code down to the operation, outermost first; without what only passes calls on.
+
+    Empty when the user's own line is the only one.
+    """
+    chain: list[dict[str, str | int | None]] = []
+    for frame in frames:
+        file = frame.code.co_filename
+        if owner_of(file) not in (OWN, LIBRARY) or file == _MODULE_FILE:
+            continue
+        if file.startswith(_TORCH) and not file.startswith(_SHOWN_OF_TORCH):
+            continue
+        chain.append(
+            {
+                "file": file,
+                "line": frame.line,
+                "code": source_of(frame),
+                "function": frame.code.co_name,
+                "library": library_of(file),
+            }
+        )
+        if is_own(file):
+            break
+    if len(chain) > MAX_CHAIN:
+        chain = [*chain[: MAX_CHAIN // 2], *chain[-(MAX_CHAIN // 2) :]]
+    return chain[::-1] if len(chain) > 1 else []
 
 
 def innermost_module(frames: Iterable[Frame], names: dict[int, str]) -> tuple[str, nn.Module] | None:

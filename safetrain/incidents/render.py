@@ -27,6 +27,7 @@ NUM_SAMPLES = 12
 """Sample indices that are listed; the rest is counted."""
 
 
+_INSTALLED = re.compile(r"^.*[\\/](?:site|dist)-packages[\\/]")
 _LONG_LIST = re.compile(rf"\[\d+(?:, \d+){{{NUM_SAMPLES},}}\]")
 
 
@@ -111,9 +112,18 @@ def printable(text: str) -> str:
 def _first_bad_operation(incident: Incident, context: int) -> list[str]:
     place, *source = source_lines(incident, context) or [""]
     at = "first used at" if incident.origin.phase in ("data", "params") else "at"
-    lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at} {place}" if place else ""))
+    within = f" {incident.origin.library}," if incident.origin.library else ""
+    lines = paragraph("FIRST BAD OP", headline(incident) + (f", {at}{within} {place}" if place else ""))
+    lines += _indented(source)
+    if (caller := incident.origin.called_from) is not None:
+        place, *source = _listed_source(caller.file, caller.line, caller.code, context)
+        lines += [*paragraph("CALLED FROM", f"{place}, in {caller.function}"), *_indented(source)]
+    return lines
+
+
+def _indented(source: Sequence[str]) -> list[str]:
     indent = " " * (LABEL + 2) if width() >= 80 else "  "
-    return [*lines, *(f"{indent}{part}" for line in source for part in _fitted(line, width() - len(indent)))]
+    return [f"{indent}{part}" for line in source for part in _fitted(line, width() - len(indent))]
 
 
 def _fitted(line: str, columns: int) -> list[str]:
@@ -150,15 +160,25 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
     origin = incident.origin
     if origin.file is None or origin.line is None:
         return []
-    linecache.checkcache(origin.file)
-    source = linecache.getlines(origin.file)
-    if len(source) < origin.line or source[origin.line - 1].strip() != (origin.code or ""):
-        shown = [(origin.line, origin.code or "")]
+    return _listed_source(origin.file, origin.line, origin.code or "", context)
+
+
+def caller_lines(incident: Incident, context: int = 3) -> list[str]:
+    """The same for the line of the user's own code that called the library."""
+    caller = incident.origin.called_from
+    return [] if caller is None else _listed_source(caller.file, caller.line, caller.code, context)
+
+
+def _listed_source(file: str, line: int, code: str, context: int) -> list[str]:
+    linecache.checkcache(file)
+    source = linecache.getlines(file)
+    if len(source) < line or source[line - 1].strip() != code:
+        shown = [(line, code)]
     else:
-        first = max(1, origin.line - context)
-        last = min(len(source), origin.line + context)
-        if source[origin.line - 1][0].isspace():  # what is not indented any more is another function
-            last = next((n for n in range(origin.line, last) if not source[n][0].isspace()), last)
+        first = max(1, line - context)
+        last = min(len(source), line + context)
+        if source[line - 1][0].isspace():  # what is not indented any more is another function
+            last = next((n for n in range(line, last) if not source[n][0].isspace()), last)
         text = textwrap.dedent("".join(source[first - 1 : last])).splitlines()
         shown = list(enumerate(text, first))
         while not shown[-1][1].strip():
@@ -166,13 +186,14 @@ def source_lines(incident: Incident, context: int = 3) -> list[str]:
         while not shown[0][1].strip():
             shown.pop(0)
     return [
-        f"{printable(as_typed(origin.file))}:{origin.line}",
-        *(f"{'>' if n == origin.line else ' '} {n:4}  {printable(line)}".rstrip() for n, line in shown),
+        f"{printable(as_typed(file))}:{line}",
+        *(f"{'>' if n == line else ' '} {n:4}  {printable(text)}".rstrip() for n, text in shown),
     ]
 
 
 def as_typed(file: str) -> str:
-    """Relative when it lies below the current directory."""
+    """Relative when it lies below the current directory; an installed file without what leads to its package."""
+    file = _INSTALLED.sub("", file)
     below = os.path.relpath(file) if os.path.isabs(file) else file
     return file if below.startswith("..") else below
 
@@ -244,6 +265,8 @@ def markdown(incident: Incident) -> str:
         "## First bad operation",
         f"{_prose(headline(incident))}." if incident.was_investigated else "",
         _listing(source_lines(incident, context=4)),
+        "## Called from",
+        _called_from(incident),
         "## Root cause",
         f"{_code(cause.label)}: {_prose(cause.explanation)}.",
         "## Inputs of the operation",
@@ -259,6 +282,15 @@ def markdown(incident: Incident) -> str:
         f"Again: {_code(f'safetrain replay {incident.path}')}, from the directory of the run." if incident.path else "",
     ]
     return "\n\n".join(part for part in _without_empty_sections(parts)) + "\n"
+
+
+def _called_from(incident: Incident) -> str:
+    caller = incident.origin.called_from
+    if caller is None:
+        return ""
+    library = incident.origin.library or "a library"
+    text = f"The operation is inside {_prose(library)}; your own code called it in {_code(caller.function)}:"
+    return f"{text}\n\n{_listing(caller_lines(incident, context=2))}"
 
 
 def _title(incident: Incident) -> str:

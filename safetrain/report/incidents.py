@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
+from ..core.incident import CalledFrom, Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
 
 MAX_WHOLE = 60
 """Incidents that are shown in full: the first ones, the first one at every further place, and the last."""
@@ -150,9 +150,18 @@ def incident_from(found: dict[str, Any]) -> Incident:
     for name in ("phase", "op", "name", "module", "module_type", "file", "code"):
         if (value := getattr(origin, name)) is not None:
             setattr(origin, name, str(value))
+    origin.called_from = _called_from((found.get("origin") or {}).get("called_from"))
     for operand in (*origin.inputs, *origin.outputs):
         operand["name"] = str(operand.get("name", ""))
     return incident
+
+
+def _called_from(found: Any) -> CalledFrom | None:
+    if not isinstance(found, dict) or not isinstance(found.get("line"), int):
+        return None
+    return CalledFrom(
+        str(found.get("file")), found["line"], str(found.get("code") or ""), str(found.get("function") or "")
+    )
 
 
 def _part(part: Part, found: dict[str, Any] | None) -> Part:

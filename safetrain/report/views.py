@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.causes import CAUSES
 from ..core.incident import CONSEQUENCE, Incident
-from ..incidents.render import as_typed, headline, printable, replayed, source_lines
+from ..incidents.render import as_typed, caller_lines, headline, printable, replayed, source_lines
 from .histogram import histogram, is_drawable
 from .incidents import label_of, place_of
 from .rewriting import rewritten
@@ -48,6 +48,8 @@ class IncidentView:
     replay: str
     """The command, empty if the step was not saved."""
     listing: list[SourceLine]
+    caller: list[SourceLine]
+    """The line of the user's own code that called the library, in its context; empty when no library is involved."""
     plots: list[tuple[str, str]]
     """(operand, its histogram as SVG)"""
     again: int = 0
@@ -72,7 +74,13 @@ class IncidentView:
     @property
     def address(self) -> str:
         """File and line, relative if it is below the current directory."""
-        return f"{as_typed(self.incident.origin.file or '')}:{self.incident.origin.line}"
+        library = f"{self.incident.origin.library}: " if self.incident.origin.library else ""
+        return f"{library}{as_typed(self.incident.origin.file or '')}:{self.incident.origin.line}"
+
+    @property
+    def caller_address(self) -> str:
+        caller = self.incident.origin.called_from
+        return "" if caller is None else f"{as_typed(caller.file)}:{caller.line}, in {caller.function}"
 
     @property
     def title(self) -> str:
@@ -178,7 +186,16 @@ def view_of(
     plots = [
         (operand["name"], histogram(operand, f"{anchor}-{index}")) for index, operand in enumerate(drawable[:MAX_PLOTS])
     ]
-    return IncidentView(incident, number, anchor, command, _listing(incident, bundle), plots, again)
+    return IncidentView(
+        incident,
+        number,
+        anchor,
+        command,
+        _listing(incident, bundle),
+        _numbered(caller_lines(incident, context=2)[1:]),
+        plots,
+        again,
+    )
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
@@ -189,6 +206,10 @@ def shortened(text: str, limit: int = MAX_TEXT) -> str:
 def _listing(incident: Incident, bundle: Path) -> list[SourceLine]:
     """The source as saved with the incident; else from the file, if the line has not changed."""
     lines = _kept_listing(bundle / "report.md", incident.origin.line) or source_lines(incident, context=4)[1:]
+    return _numbered(lines)
+
+
+def _numbered(lines: list[str]) -> list[SourceLine]:
     found = [_NUMBERED.match(line) for line in lines]
     return [SourceLine(int(line[2]), shortened(line[3] or "", 400), line[1] == ">") for line in found if line]
 

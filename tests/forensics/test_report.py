@@ -39,6 +39,7 @@ def test_json_is_valid_and_has_the_documented_fields() -> None:
     fields = json.loads(json.dumps(incident().to_dict(), allow_nan=False))
     assert set(fields["origin"]) == {
         "phase", "op", "name", "module", "module_type", "file", "line", "code", "inputs", "outputs",
+        "library", "called_from", "frames",
     }  # fmt: skip
     assert fields["origin"]["inputs"][0]["zeros"] == 1
     assert fields["samples"] == [2]
