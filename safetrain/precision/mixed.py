@@ -47,6 +47,11 @@ class Precision:
                 f"the fp16 loss scaler is not available on {self.device.type}.\nTo fix: use loop.precision=bf16 or fp32."
             )
 
+    @property
+    def has_scaler(self) -> bool:
+        """fp16: a gradient that is not finite is, at first, the loss scaler's business."""
+        return self._scaler is not None
+
     def autocast(self) -> AbstractContextManager[object]:
         """For a training step: around all of it, or inside the model only if the loss is an fp32 island."""
         if self._dtype is None:

@@ -198,7 +198,7 @@ class Step:
             if norm_overflow := true_norm is not None:
                 fields["grad_norm"] = true_norm
         loss, norm = map(math.isfinite, (fields["loss"], fields["grad_norm"]))
-        scaler_overflow = self.precision.name == "fp16" and loss and not norm
+        scaler_overflow = self.precision.has_scaler and loss and not norm
         return StepView(
             step=self.index,
             epoch=self.history.epoch,
@@ -269,7 +269,11 @@ class Step:
         """Clip the gradients, then step the optimizer. Without a `view` the host does not know the numbers, and reads none."""
         gradients.clip(self.groups, self.parameters, measurement.limits, measurement.grad_norm, view)
         with scaled_lr(self.optimizer, lr_scale), self.patches.scope:
-            self.optimizer.step()
+            self.move()
+
+    def move(self) -> None:
+        """The optimizer's own step."""
+        self.optimizer.step()
 
     def advance(self, refused: Tensor | None = None) -> None:
         """Move what goes with the weights: loss scale, schedule, EMA. `refused` (0-d bool): whether they did is known on the device only."""

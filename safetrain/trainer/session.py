@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
+from ..core.incident import STATE_AUDIT, Incident
+from ..core.verdict import Action, Decision, Verdict, merge
+from ..core.view import StepView
 from ..data.stream import BatchStream
 from ..distributed.machine import deterministic_algorithms
-from ..recovery import Ladder
+from ..errors import TrainingStopped
+from ..recovery import Ladder, RefusedStep
 from ..recovery.recovery import Recovery
 from ..step.deferred import Deferral
 from ..step.joint import JointExchange
 from ..step.step import Step
 from ..telemetry.watch import watching
+from ..tensors.rng import RandomState
 from .evaluation import Evaluation
 from .run import Run
-
-
-@dataclass(frozen=True)
-class Session:
-    run: Run
-    checkpoints: CheckpointPolicy
-    recovery: Recovery
-    deferral: Deferral
 
 
 class Progress:
@@ -65,6 +62,65 @@ class Progress:
             self._step.exchange.resume_gradient_order(state.get("ddp_has_order", False))
 
 
+class Listener(Protocol):
+    """Who is told what became of a step."""
+
+    def on_commit(self, view: StepView) -> None: ...
+
+    def on_incident(self, incident: Incident) -> None: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """What becomes of a step that was judged. The loop that makes the steps may be the trainer's, or somebody else's."""
+
+    run: Run
+    step: Step
+    checkpoints: CheckpointPolicy
+    recovery: Recovery
+    deferral: Deferral
+    progress: Progress
+    listener: Listener
+
+    def committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
+        """Record a step that is in the weights now."""
+        if view.scaler_overflow:  # fp16: the scaler's own way of skipping a step
+            return self.run.stepped(view, decision, "overflow")
+        self.recovery.repairs.last_good.committed(self.step.transaction.window_before(window), view.loss)
+        self.run.stepped(view, decision, "commit")
+        self.listener.on_commit(view)
+
+    def refused(self, view: StepView, decision: Decision, window: Sequence[Any]) -> Action:
+        """Recover from a step that was attempted and undone."""
+        return self.conclude(self.recovery.resolve(view, decision, window, self.step.transaction.random_state))
+
+    def refused_by_error(self, view: StepView, window: Sequence[Any], random_state: RandomState) -> Action:
+        """The same if forward or backward raised."""
+        step = self.step
+        step.precision.keep_scale(view.loss_scale)
+        step.transaction.begin(window)
+        step.transaction.random_state = random_state
+        return self.refused(view, step.judge(view), window)
+
+    def bad_state(self, verdict: Verdict, epoch: int = 0) -> Action:
+        """Between two steps the state was found to be wrong: go back, or stop."""
+        self.step.transaction.begin()
+        view = self.run.view_between_steps(epoch)
+        return self.conclude(self.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
+
+    def conclude(self, case: RefusedStep) -> Action:
+        """Record the outcome of a refused step and tell the listener. Raises TrainingStopped on a stop."""
+        if case.applied is not None:
+            self.committed(*case.applied)
+        if case.resolution is None:
+            return Action.COMMIT
+        self.run.close_incident(case)
+        self.listener.on_incident(case.incident)
+        if case.resolution.action is Action.STOP:
+            raise TrainingStopped(case.incident, self.run.result) from case.view.error
+        return case.resolution.action
+
+
 @contextmanager
 def open_session(
     config: Config,
@@ -74,6 +130,7 @@ def open_session(
     evaluation: Evaluation,
     ladder: Ladder,
     auxiliary_modules: Sequence[nn.Module],
+    listener: Listener,
 ) -> Iterator[Session]:
     """Hooks of the guards installed, the run announced; everything is removed again at the end."""
     progress = Progress(run, step, stream, evaluation)
@@ -104,7 +161,7 @@ def open_session(
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
             stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))
-        yield Session(run, checkpoints, recovery, deferral)
+        yield Session(run, step, checkpoints, recovery, deferral, progress, listener)
 
 
 def total_steps(config: Config, stream: BatchStream) -> int | None:

@@ -11,19 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import load_config
-from ..core.incident import STATE_AUDIT
 from ..core.loss import LossFn
 from ..core.result import FitResult
-from ..core.verdict import Action, Decision, Verdict, merge
-from ..core.view import StepView
-from ..errors import Interrupted, TrainingStopped, UsageError
+from ..core.verdict import Action, Verdict
+from ..errors import Interrupted, UsageError
 from ..forensics.sandbox import modules_behind
 from ..guards import Guard
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
 from ..optim.schedule import Schedule
 from ..precision.mixed import Precision
-from ..recovery import Ladder, RefusedStep
+from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
 from ..step.step import Outcome, Step
 from . import build, checks
@@ -152,17 +150,10 @@ class SafeTrainer(TrainerHooks):
         decision = step.judge(view)
         if decision.action is Action.COMMIT:
             if step.commit(measurement, view, decision) is not Outcome.RUINED:
-                return self._committed(view, decision, window)
+                return self._session.committed(view, decision, window)
             decision = step.refusal_of_ruined(view)
         step.undo(view.loss_scale)
-        self._conclude(self._session.recovery.resolve(view, decision, window, step.transaction.random_state))
-
-    def _committed(self, view: StepView, decision: Decision, window: Sequence[Any]) -> None:
-        if view.scaler_overflow:  # fp16: the scaler's own way of skipping a step
-            return self.run.stepped(view, decision, "overflow")
-        self._session.recovery.repairs.last_good.committed(self.stepper.transaction.window_before(window), view.loss)
-        self._session.run.stepped(view, decision, "commit")
-        self.on_commit(view)
+        self._session.refused(view, decision, window)
 
     def _refuse_error(self, error: Exception, window: Sequence[Any]) -> bool:
         """Forward or backward raised. If a guard knows why, that is a refused step; if none does, it is the user's error."""
@@ -187,31 +178,13 @@ class SafeTrainer(TrainerHooks):
         if went_back:
             self.run.stepped(view, UNDONE, "rollback")
             return True
-        step.precision.keep_scale(view.loss_scale)
-        step.transaction.begin(window)
-        step.transaction.random_state = random_state
-        self._conclude(self._session.recovery.resolve(view, step.judge(view), window, random_state))
+        self._session.refused_by_error(view, window, random_state)
         return True
-
-    def _conclude(self, case: RefusedStep) -> Action:
-        """Record the outcome of a refused step and call `on_incident`. Raises TrainingStopped on a stop."""
-        if case.applied is not None:
-            self._committed(*case.applied)
-        if case.resolution is None:
-            return Action.COMMIT
-        self.run.close_incident(case)
-        self.on_incident(case.incident)
-        if case.resolution.action is Action.STOP:
-            raise TrainingStopped(case.incident, self.run.result) from case.view.error
-        return case.resolution.action
 
     def _recover_state(self, verdict: Verdict) -> None:
         """Between two steps the state was found to be wrong: go back, or stop."""
-        if self._settle():
-            return  # back before it already
-        self.stepper.transaction.begin()
-        view = self.run.view_between_steps(self.stream.epoch)
-        self._conclude(self._session.recovery.resolve_bad_state(view, merge([(STATE_AUDIT, verdict)])))
+        if not self._settle():  # back before it already
+            self._session.bad_state(verdict, self.stream.epoch)
 
     # ---- deferred steps: their numbers reach the host several at a time -----------------------------------------
 
@@ -223,13 +196,13 @@ class SafeTrainer(TrainerHooks):
 
     def _committed_late(self, late: Late) -> None:
         self.stepper.learn(late.view, late.decision)
-        self._committed(late.view, late.decision, late.pending.window)
+        self._session.committed(late.view, late.decision, late.pending.window)
         if (incident := self._session.recovery.open_too_late(late)) is not None:
             self.run.keep(incident)
             self.on_incident(incident)
 
     def _refused_late(self, late: Late) -> Action:
-        return self._conclude(self._session.recovery.resolve_late(late))
+        return self._session.conclude(self._session.recovery.resolve_late(late))
 
     # ---- between steps -----------------------------------------------------------------------------------------
 
@@ -244,7 +217,7 @@ class SafeTrainer(TrainerHooks):
         step.training_step, self.evaluation.evaluation_step = self.training_step, self.evaluation_step
         step.schedule.scheduler, step.guards[:] = self.scheduler, self.guards
         self._run = step.exchange.run = run = Run(self.config, self._run_dir, self.machine.rank, resume, step.history)
-        parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules())
+        parts = (self.config, run, step, self.stream, self.evaluation, self.ladder, self.auxiliary_modules(), self)
         with step.exchange.session(step), run.recorded(), open_session(*parts) as self._session:
             if (problem := self._session.checkpoints.begin(run.resumed)) is not None:
                 self._recover_state(problem)
