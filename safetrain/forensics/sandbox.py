@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._private.storage import storage_identity
+from ..tensors.devices import note_in_use
 from ..tensors.rng import GENERATORS, RandomState
 from ..tensors.saved import Captured
 
@@ -32,6 +33,7 @@ class Sandbox:
     ) -> None:
         self.loss_modules = list(modules_behind(loss_fn))
         self._modules = list(dict.fromkeys(m for root in (model, *self.loss_modules) for m in root.modules()))
+        note_in_use(parameter.device for parameter in parameters)
         self._found_random = RandomState.capture()
         self._start_random = random_state or self._found_random
         self._buffers = [

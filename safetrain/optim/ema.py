@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._private import foreach
 from ..distributed.comm import gather
+from ..tensors.devices import widest_float
 from ..tensors.sharded import is_dtensor, local
 
 
@@ -29,8 +30,7 @@ class Ema:
         if refused is None:
             foreach.lerp_(averages, current, 1.0 - self._decay)
             return
-        widest = torch.float32 if refused.device.type == "mps" else torch.float64
-        share = torch.full((), 1.0 - self._decay, dtype=widest, device=refused.device)
+        share = torch.full((), 1.0 - self._decay, dtype=widest_float(refused.device), device=refused.device)
         share = share.masked_fill(refused, 0.0)
         for average, weight in zip(averages, current, strict=True):
             average.lerp_(weight, share.to(average.dtype))
@@ -46,10 +46,12 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        averages, current = self._values()
-        own = [weight.clone() for weight in current]
-        foreach.copy_(current, averages)
-        foreach.copy_(averages, own)
+        for average, current in zip(
+            *self._values(), strict=True
+        ):  # one at a time: a device may not hold a third copy of all
+            own = current.clone()
+            current.copy_(average)
+            average.copy_(own)
 
     def _values(self) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and weights: of a sharded model, this process's shards."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.view import UNBOUNDED
+from ..tensors.devices import is_host, widest_float
 
 
 class Measurement:
@@ -32,7 +33,12 @@ class Measurement:
         self.num_losses = len(losses)
         self._signal_names = list(signals)
         self._has_scale = loss_scale is not None
-        self._metrics = [(name, value) for each in metrics for name, value in each.items()]
+        # What is on the host already is not sent to the device and back.
+        self._metrics = [
+            (name, float(value) if isinstance(value, Tensor) and _is_elsewhere(value, grad_norm) else value)
+            for each in metrics
+            for name, value in each.items()
+        ]
         numbers = [*losses, grad_norm]
         if loss_scale is not None:
             numbers.append(loss_scale)
@@ -87,5 +93,9 @@ def _pack(tensors: list[Tensor], device: torch.device) -> Tensor:
             break
     else:
         return torch.stack(tensors)
-    widest = torch.float32 if device.type == "mps" else torch.float64
+    widest = widest_float(device)
     return torch.stack([t.to(device, widest) for t in tensors])
+
+
+def _is_elsewhere(value: Tensor, like: Tensor) -> bool:
+    return is_host(value.device) and not is_host(like.device)

@@ -44,9 +44,13 @@ def _devices() -> dict[str, Any]:
         import torch
     except ImportError as error:
         return {"cuda": f"unknown: {error}"}
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    name_of = getattr(module, "get_device_name", lambda index: f"{accelerator}:{index}")
+    names = [name_of(index) for index in range(torch.accelerator.device_count())] if accelerator else []
     return {
         "cuda": torch.version.cuda or "not built in",
         "cuda available": torch.cuda.is_available(),
+        "accelerator": "none" if accelerator is None else accelerator.type,
         "devices": names or ["cpu"],
     }

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ..tensors.devices import can_pin, is_host, recorded_event
 
 if TYPE_CHECKING:
     from .sink import Telemetry
@@ -68,17 +70,17 @@ class Arriving:
     """Numbers on their way from the device. No step waits for them, so they cost no host read."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._event = None
+        self._event: Any = None
         self._numbers = numbers.detach()
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        if not is_host(numbers.device) and can_pin():
+            on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            on_host.copy_(numbers, non_blocking=True)
+            if (event := recorded_event(numbers.device)) is not None:
+                self._numbers, self._event = on_host, event
 
     @property
     def is_here(self) -> bool:
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
     @property
     def numbers(self) -> list[float]:

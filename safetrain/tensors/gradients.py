@@ -57,7 +57,14 @@ def peak(tensors: Sequence[Tensor]) -> Tensor | None:
     filled = [numbers_of(t) for t in tensors if t.numel()]
     if not filled:
         return None
-    return _peak_on_cpu(filled) if all(t.is_cpu for t in filled) else get_total_norm(filled, math.inf)
+    on_cpu = [t for t in filled if t.is_cpu]
+    if len(on_cpu) == len(filled):
+        return _peak_on_cpu(filled)
+    largest = get_total_norm([t for t in filled if not t.is_cpu], math.inf)
+    if not on_cpu:
+        return largest
+    # An optimizer keeps its step counters on the host. Each of them would be a copy to the device that is waited for.
+    return torch.maximum(largest, torch.full_like(largest, float(_peak_on_cpu(on_cpu))))
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .devices import is_host, pinned
+
 
 class Key(NamedTuple):
     """One step down into a nest: a key or an index, or the name of an attribute."""
@@ -170,9 +172,22 @@ def copied(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    if is_flat(batch):
-        return type(batch)([item if item.device == device else item.to(device) for item in batch])
-    return map_tensors(batch, lambda item: item.to(device))
+    """From the host to another device by way of pinned memory, so that the host waits for no copy."""
+    return map_tensors(batch, lambda item: _moved(item, device))
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    if not isinstance(item, Tensor):
+        if is_host(device):
+            return item.to(device)
+        try:
+            return item.to(device, non_blocking=True)
+        except TypeError:  # it takes a device and nothing else
+            return item.to(device)
+    if item.device == device:
+        return item
+    crosses = is_host(item.device) and item.layout is torch.strided and not is_host(device)
+    return pinned(item).to(device, non_blocking=True) if crosses else item.to(device)
 
 
 def describe(batch: Any) -> str:

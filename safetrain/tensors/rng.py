@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import devices
+
 
 class RandomState(NamedTuple):
     python: Any
@@ -18,26 +20,30 @@ class RandomState(NamedTuple):
     numpy: Any
     """Of NumPy's global generator; None likewise."""
     torch_cpu: torch.Tensor
-    torch_cuda: list[torch.Tensor]
+    torch_devices: dict[str, torch.Tensor]
+    """By the name of each device that is in use."""
 
     @classmethod
     def capture(cls, with_host: bool = True) -> RandomState:
         """`with_host`: also the generators of Python and NumPy, whose tables take about 75 µs to copy."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         python, numpy = (random.getstate(), np.random.get_state(legacy=False)) if with_host else (None, None)
-        return cls(python, numpy, torch.get_rng_state(), cuda)
+        return cls(python, numpy, torch.get_rng_state(), devices.random_states())
 
     def restore(self) -> None:
         if self.python is not None:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda:
-            torch.cuda.set_rng_state_all(self.torch_cuda)
+        if self.torch_devices:
+            devices.set_random_states(self.torch_devices)
+
+    def unplaced(self) -> list[str]:
+        """Devices with a state of which there is no such kind here: random numbers drawn there (dropout masks) will differ."""
+        return devices.unplaced(self.torch_devices)
 
     def to_plain(self) -> dict[str, Any]:
         """Out of types that `torch.load(weights_only=True)` accepts."""
-        plain = {"python": None, "numpy": None, "torch_cpu": self.torch_cpu, "torch_cuda": self.torch_cuda}
+        plain = {"python": None, "numpy": None, "torch_cpu": self.torch_cpu, "torch_devices": self.torch_devices}
         if self.python is None:
             return plain
         # The long tables as tensors: a hundred times faster to write than as many Python numbers.
@@ -49,13 +55,16 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_plain(cls, state: dict[str, Any]) -> RandomState:
+        of_devices = state.get("torch_devices")
+        if of_devices is None:  # version 0.1.0 kept those of every visible GPU
+            of_devices = {f"cuda:{index}": each for index, each in enumerate(state.get("torch_cuda", ()))}
         if state["python"] is None:
-            return cls(None, None, state["torch_cpu"], state["torch_cuda"])
+            return cls(None, None, state["torch_cpu"], of_devices)
         key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
         python = state["python"]
         table = tuple(python["table"].numpy().tolist())
         numpy = {**state["numpy"], "state": {**state["numpy"]["state"], "key": key}}
-        return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], state["torch_cuda"])
+        return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], of_devices)
 
 
 class RandomBeforeStep:

@@ -25,6 +25,7 @@ from ..precision.autocast import AUTOCAST_DTYPES
 from ..precision.compiled import note_compiled
 from ..step.exchange import Exchange
 from ..step.joint import JointExchange
+from ..tensors.devices import is_host, note_in_use
 from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
 from ..tensors.sharded import is_sharded
@@ -48,6 +49,7 @@ def open_machine(config: Config) -> Machine:
             fix = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
         raise UsageError(f"{problem}.\nTo fix: {fix}.") from error
     machine.check_launch(loop.precision, shards_model=loop.strategy == "fsdp")
+    note_in_use([machine.device])
     return machine
 
 
@@ -64,7 +66,8 @@ def prepare_model(
     """
     if not model.training:
         model.train()
-    model.to(machine.device)
+    if not is_placed(model):
+        model.to(machine.device)
     if is_sharded(model):
         keep_sharded(model)
     elif machine.world_size > 1 and loop.strategy == "fsdp":
@@ -79,6 +82,14 @@ def prepare_model(
         called = machine.replicate(called)
     _separate_random_streams(machine.rank)
     return called
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Its parts are on several devices already (a `device_map`, a pipeline by hand), and stay there."""
+    return (
+        bool(getattr(model, "hf_device_map", None))
+        or len({p.device for p in model.parameters() if not is_host(p.device)}) > 1
+    )
 
 
 def _island_names(model: nn.Module, guards: Iterable[Guard]) -> list[str]:
