@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..tensors.devices import is_host
 
 _UNSCALED = nullcontext()
 
@@ -55,7 +58,17 @@ class Schedule:
     @property
     def lrs(self) -> tuple[float, ...]:
         """The scheduled learning rate of each parameter group; 0.0 for one without. Reads from the device if it is a tensor there."""
-        return tuple([float(group.get("lr", 0.0)) for group in self.optimizer.param_groups])
+        return self.lrs_given({})
+
+    def lrs_given(self, known: Mapping[int, float]) -> tuple[float, ...]:
+        """The same; those in `known` have reached the host already."""
+        groups = enumerate(self.optimizer.param_groups)
+        return tuple([known[i] if i in known else float(group.get("lr", 0.0)) for i, group in groups])
+
+    def rates_on_device(self) -> dict[int, Tensor]:
+        """Learning rates that are tensors on another device than the host, by the index of their group."""
+        rates = ((index, group.get("lr")) for index, group in enumerate(self.optimizer.param_groups))
+        return {index: lr.detach() for index, lr in rates if isinstance(lr, Tensor) and not is_host(lr.device)}
 
     @property
     def needs_metric(self) -> bool:

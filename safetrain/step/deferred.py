@@ -214,7 +214,9 @@ class Deferral:
         start, read = len(pending), []
         for each, was_bad in zip(pending, numbers[: len(pending)], strict=True):
             end = start + each.measurement.vector.numel()
-            read.append((each, bool(was_bad), each.measurement.unpack(numbers[start:end])))
+            values = each.measurement.unpack(numbers[start:end])
+            values.pop("rates", None)  # `view_fields` has them
+            read.append((each, bool(was_bad), values))
             start = end
         return read
 

@@ -111,7 +111,8 @@ class Exchange:
     ) -> Measurement:
         """After backward: the numbers of the step over all ranks."""
         signals = step.guards.measure(on_device)
-        return Measurement(losses, on_device.grad_norm, step.precision.loss_scale(), signals, metrics, on_device.window)
+        scale, rates = step.precision.loss_scale(), step.schedule.rates_on_device()
+        return Measurement(losses, on_device.grad_norm, scale, signals, metrics, on_device.window, rates)
 
     def agree(self, step: Step, decision: Decision, view: StepView) -> Decision:
         """One decision for all ranks."""

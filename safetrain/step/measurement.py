@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ class Measurement:
         signals: Mapping[str, Tensor],
         metrics: Sequence[Mapping[str, Any]],
         window: Sequence[Any] = (),
+        rates: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
+        """`rates`: learning rates that are on the device, by the index of their group."""
         self.grad_norm = grad_norm
         self.window = window
         self.num_losses = len(losses)
         self._signal_names = list(signals)
-        self._has_scale = loss_scale is not None
+        self._has_scale, self._rates = loss_scale is not None, rates
         # What is on the host already is not sent to the device and back.
         self._metrics = [
             (name, float(value) if isinstance(value, Tensor) and _is_elsewhere(value, grad_norm) else value)
@@ -43,6 +46,7 @@ class Measurement:
         if loss_scale is not None:
             numbers.append(loss_scale)
         numbers += signals.values()
+        numbers += [rate.reshape(()) for rate in rates.values()]
         numbers += [value.detach().reshape(()) for _, value in self._metrics if isinstance(value, Tensor)]
         self.vector = _pack(numbers, grad_norm.device)
 
@@ -72,6 +76,8 @@ class Measurement:
             if self._has_scale:
                 named["loss_scale"] = next(values)
             named["signals"] = {name: next(values) for name in self._signal_names}
+            if self._rates:
+                named["rates"] = {index: next(values) for index in self._rates}
             metrics = [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
             named["metrics"] = self._mean_metrics(metrics)
         return named

@@ -202,7 +202,7 @@ class Step:
         return StepView(
             step=self.index,
             epoch=self.history.epoch,
-            lrs=self.schedule.lrs,
+            lrs=self.schedule.lrs_given(fields.pop("rates", {})),
             limits=measurement.limits,
             norm_overflow=norm_overflow,
             scaler_overflow=scaler_overflow,

@@ -22,7 +22,7 @@ def is_host(device: torch.device) -> bool:
 
 def module_of(device: torch.device) -> Any:
     """`torch.cuda`, `torch.xpu`, …; None for the CPU, and for a device without a module of its own."""
-    if is_host(device) or device.type == "meta":
+    if device.type in ("cpu", "meta"):
         return None
     try:
         return torch.get_device_module(device)
@@ -32,7 +32,8 @@ def module_of(device: torch.device) -> Any:
 
 def with_index(device: torch.device) -> torch.device:
     """`cuda` is whichever GPU is the current one; this says which."""
-    if is_host(device) or device.index is not None:
+    index: int | None = device.index
+    if is_host(device) or index is not None:
         return device
     return torch.device(device.type, _asked(device, "current_device") or 0)
 

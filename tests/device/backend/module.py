@@ -94,7 +94,7 @@ def install():
 
 def _patch_what_is_not_dispatched():
     tensor, pinned = torch.Tensor, weakref.WeakSet()
-    tolist, is_pinned, empty = tensor.tolist, tensor.is_pinned, torch.empty
+    tolist, empty = tensor.tolist, torch.empty
     tensor.tolist = lambda self: tolist(self.cpu() if is_ours(self) else self)
 
     def pin_memory(self, device=None):

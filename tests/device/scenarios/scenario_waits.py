@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from backend import KNOBS, NAME
+from records import journal
 from small import fused_adamw, make_batches, make_model, mse
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -22,7 +23,6 @@ COMBINATIONS = {
     "fp16, accumulation": {"loop": {"precision": "fp16", "grad_accum": 2}},
     "foreach": {"optimizer": SGD},
     "counters on the host": {"optimizer": partial(torch.optim.AdamW, lr=1e-2)},
-    "learning rate in a tensor": {"optimizer": partial(torch.optim.AdamW, lr=torch.tensor(1e-2), foreach=True)},
     "learning rate on the device": {"optimizer": lambda p: fused_adamw(p, lr=torch.full((), 1e-2, device=NAME))},
     "no clipping": {"guards": {"clip": None}},
     **{f"clip {mode}": {"guards": {"clip": {"mode": mode, "max_norm": 0.1}}} for mode in ("norm", "group_norm")},
@@ -60,7 +60,10 @@ def test_one_wait_for_a_step_and_none_for_a_batch(on_device, waits_of, given):
     )
     steps, windows = waits_of(trainer)
     assert trainer.run.result.healthy
-    assert [each.total() for each in steps[2:]] == [1] * len(steps[2:]), steps[2:]
+    outcomes = [line["action"] for line in journal(trainer.run.result) if line["event"] == "step"]
+    healthy = [waits for waits, action in list(zip(steps, outcomes, strict=True))[2:] if action == "commit"]
+    assert len(healthy) >= 8
+    assert {each.total() for each in healthy} == {1}, healthy
     assert not any(windows), windows
 
 
@@ -71,6 +74,6 @@ def test_steps_whose_numbers_are_read_late_wait_once_in_ten(on_device, waits_of)
 
 
 def test_a_snapshot_and_a_checkpoint_cost_steps_nothing(on_device, waits_of):
-    config = {"checkpoint": {"snapshot_every": 3, "every_steps": 5, "async_": True}}
+    config = {"checkpoint": {"snapshot_every": 3, "every_steps": 5, "async": True}}
     steps, _ = waits_of(on_device(config=config, optimizer=fused_adamw, train_data=make_batches(20)))
     assert {each.total() for each in steps[2:]} == {1}
