@@ -10,7 +10,7 @@
     ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── RankError             another process of the run failed, or does not answer  exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
-    └── Interrupted           SIGINT or SIGTERM; the step was finished and saved   exit code 130, 143
+    └── Interrupted           SIGINT, SIGTERM, …; the step was finished and saved    exit code 128 + signal
 
 Exceptions raised by user code (a model's forward, a data set) are never wrapped: they pass through with their own traceback.
 """

@@ -3,10 +3,14 @@
 import gc
 import os
 import random
+import tempfile
 
 # Some virtual machines announce AMX and then kill the process at its first use: bf16 tests stay below it.
 # oneDNN reads this once, so it is set before torch is imported; child processes inherit it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Runs are marked as made by this user with a key of the user's; tests have one of their own.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="safetrain-tests-")
 
 import numpy as np
 import pytest

@@ -12,7 +12,15 @@ from ..errors import ConfigError
 
 FREE = (
     *("name", "data.eval*", "data.num_workers", "guards*", "recovery*", "forensics*", "checkpoint*", "logging*"),
-    *("loop.max_steps", "loop.max_epochs", "loop.max_hours", "loop.eval_every", "loop.monitor*", "loop.log_every"),
+    *(
+        "loop.max_steps",
+        "loop.max_epochs",
+        "loop.max_hours",
+        "loop.end_on_signals",
+        "loop.eval_every",
+        "loop.monitor*",
+        "loop.log_every",
+    ),
     *("loop.device", "loop.host_read_every", "loop.strategy", "loop.shard_blocks", "data.sharded"),
 )
 """Keys that may change: the length of the training, and what is watched, saved and logged. They affect neither the model,

@@ -38,7 +38,8 @@ def command(
 
     With the same batch, random state and weights. Nothing is trained or changed. BUNDLE is a directory like RUN/incidents/step-000042; the model is built from RUN/config.yaml. What is loaded can run
     nothing, and code that the config names is imported only if it belongs to the current project (it lies below the current
-    directory), to torch, or to the recipes of safetrain. For anything else, look at it first and add --trust.
+    directory and did not come with the run), to the layers, losses and optimizers of torch, or to the recipes of safetrain. For
+    anything else, look at it first and add --trust.
 
     \b
     Examples:
@@ -57,9 +58,10 @@ def command(
 
     kept = read_bundle(bundle)
     config = _config_of(kept, overrides, device)
+    trust = Trust(kept.run_dir, trusted, _typed_targets(kept, config, overrides))
     try:
         with progress_bar(f"replaying step {kept.incident.step}"):
-            replayed = _replay(kept, config, Trust(kept.run_dir, trusted), not no_remedies)
+            replayed = _replay(kept, config, trust, not no_remedies)
     except Exception as error:
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
@@ -86,6 +88,16 @@ def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -
     return config
 
 
+def _typed_targets(bundle: Bundle, config: Config, overrides: tuple[str, ...]) -> set[str]:
+    """Targets that the user named on the command line, and the run did not."""
+    from ..incidents.trust import targets_in
+
+    if not any("_target_" in override for override in overrides):
+        return set()
+    recorded = _config_of(bundle, (), None)
+    return set(targets_in(dataclasses.asdict(config))) - set(targets_in(dataclasses.asdict(recorded)))
+
+
 def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Replayed:
     from ..config import import_target
     from ..forensics import Effort
@@ -99,9 +111,9 @@ def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Rep
     trainer = cls(config=config, train_data=[bundle.contents["window"]])
 
     def import_class(target: str) -> Any:
-        if not trust.allows(target):
+        if not trust.allows_in_batch(target):
             raise UsageError(
-                f"the batch holds objects of {target}, which is not of the current project and was not imported.\n"
+                f"the batch holds objects of {target}, which is not a class of the current project and was not imported.\n"
                 "To fix: run the command in the project's directory, or look at that code and add --trust."
             )
         found = import_target(target)

@@ -7,8 +7,9 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,27 @@ def _module(spec: importlib.machinery.ModuleSpec) -> Module:
 def _submodule(parent: Module, name: str) -> Module | None:
     if not parent.search:
         return None
-    spec = importlib.machinery.PathFinder.find_spec(f"{parent.name}.{name}", parent.search)
+    spec = find_below(f"{parent.name}.{name}", parent.search)
     return None if spec is None else _module(spec)
+
+
+def find_below(name: str, search: Iterable[str]) -> importlib.machinery.ModuleSpec | None:
+    """Where a module with that full name would come from, looked for in these directories only, without importing its package.
+
+    `PathFinder` would ask the package, when that has no `__init__.py`.
+    """
+    portions: list[str] = []
+    for directory in search:
+        finder = pkgutil.get_importer(directory)
+        spec = None if finder is None else finder.find_spec(name, None)
+        if spec is not None and spec.loader is not None:
+            return spec
+        portions += [] if spec is None else list(spec.submodule_search_locations or ())
+    if not portions:
+        return None
+    package = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    package.submodule_search_locations = portions
+    return package
 
 
 def walk(module: Module, names: list[str], hops: int = 0) -> Module | Found:
@@ -213,7 +233,7 @@ def _version(path: Path) -> tuple[int, int] | None:
 def _bindings(path: Path, version: tuple[int, int] | None) -> _Bindings:
     try:
         tree = ast.parse(path.read_bytes()) if version is not None else ast.Module([], [])
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         raise Unclear from None
     names: dict[str, list[ast.stmt]] = {}
     stars: list[ast.ImportFrom] = []

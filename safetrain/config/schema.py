@@ -39,6 +39,11 @@ class LoopConfig:
     """Stop after this many passes over the data. Without `max_steps` and `max_epochs`: one pass."""
     max_hours: float | None = option(None, gt=0.0)
     """Save and end normally when this process has trained for this long; `safetrain resume` continues from there."""
+    end_on_signals: list[str] = option(  # noqa: RUF009
+        factory=lambda: ["SIGHUP", "SIGUSR1", "SIGUSR2"], choices=("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT")
+    )
+    """Signals that, like SIGTERM and SIGINT, let the run finish its step, save and end: a closed terminal, or what a scheduler sends
+    before its time limit (Slurm's `--signal=USR1@120`). One that the program handles or ignores itself (`nohup`) is left alone."""
     grad_accum: int = option(1, ge=1)
     """Micro-batches per optimizer step; the loss is their mean."""
     eval_every: int | None = option(None, ge=1)

@@ -1,12 +1,14 @@
 """Which code a run's config may name when the run came from somewhere else: `safetrain replay` imports and calls no other.
 
 A config can name anything that Python can import, `os.system` too, so a bundle out of a bug report is a program. Without
-`--trust` a target must be defined
+`--trust` a target must be
 
-    in a file of the current project: below the current directory, and not inside the run's own directory
-    in the recipes that ship with safetrain, or in `safetrain.safe`; or be one of the optimizers of `safetrain.optimizers`
-    in torch, as a module, an optimizer, a schedule, a data set or loader, or a function of `torch.nn.functional`
+    on the list of `harmless`: layers, losses, optimizers and schedules of torch by name, and the parts that ship with safetrain
+    defined in a file of the current project: below the current directory, and not brought along by the run
+    given by the user on the command line
 
+A run brings along what lies in its own directory. Unless this user made it (see `core.ownership`), it also brings what it was unpacked
+with: everything below the entry of the current directory that holds it, and the whole of the current directory if it lies directly there.
 What matters is where the object that is called was defined: `./model.py:os.system` is not the project's.
 """
 
@@ -16,46 +18,81 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from importlib.machinery import PathFinder
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.ownership import is_own
+from ..core.rundir import JOURNAL
 from ..errors import UsageError
+from .harmless import NAMES, is_harmless
 
 
 class Trust:
-    def __init__(self, run_dir: Path, everything: bool = False) -> None:
-        self.everything = everything
-        """`--trust`: everything may run."""
+    def __init__(self, run_dir: Path, everything: bool = False, given: Iterable[str] = ()) -> None:
+        """`everything`: with `--trust`. `given`: targets that the user has typed."""
+        self.everything, self._given = everything, frozenset(given)
         self._project = Path.cwd().resolve()
-        self._run_dir = run_dir.resolve()
+        self._is_own = is_own(run_dir) or not run_dir.exists()
+        self._brought = _brought_by(run_dir.resolve(), self._project, self._is_own)
 
     def check(self, config: Any) -> None:
         """Raise UsageError if the config, or any argument in it, names something else. Imports only what may run."""
         if self.everything:
             return
-        foreign = [target for target in dict.fromkeys(_targets(config)) if not self.allows(target)]
-        if foreign:
-            raise UsageError(
-                f"the config of this run names code from outside the current project ({self._project}), which was not run:\n"
-                + "\n".join(f"  - {target}" for target in foreign)
-                + "\nTo fix: run the command in the project's directory; or look at that code and at the config, and add --trust."
-            )
+        foreign = [target for target in dict.fromkeys(targets_in(config)) if not self.allows(target)]
+        if not foreign:
+            return
+        made = "" if self._is_own else " (this run was made elsewhere, or its config was changed since)"
+        raise UsageError(
+            f"the config of this run names code that is not of the current project ({self._project}){made}. It would be imported "
+            "and called, and was not run:\n"
+            + "\n".join(f"  - {target}{self._where(target)}" for target in foreign)
+            + "\nTo fix: run the command in the directory of a project of yours that has this code; or look at that code and at the "
+            "config, and add --trust."
+        )
 
     def allows(self, target: str) -> bool:
+        """May the config name it?"""
+        if self.everything or target in self._given or target in NAMES:
+            return True
+        found = self._found(target)
+        return found is not None and (is_harmless(found) or self._is_of_project(found))
+
+    def allows_in_batch(self, target: str) -> bool:
+        """May an object of that class be in the batch? Only one of the project: its state is whatever the bundle says."""
         if self.everything:
             return True
+        found = self._found(target)
+        return found is not None and self._is_of_project(found)
+
+    def _found(self, target: str) -> Any:
+        """What the target names, if its modules may be imported."""
         from ..config import import_target
         from ..config.targets import split_target
 
         try:
             file, name = split_target(target)
         except ValueError:
-            return False
-        if not (self._allows_file(file) if file is not None else self._allows_name(name)):
-            return False
-        return self.allows_object(import_target(target))
+            return None
+        allowed = self._allows_file(file) if file is not None else self._allows_modules_of(name)
+        return import_target(target) if allowed else None
+
+    def _where(self, target: str) -> str:
+        """Which file it is in, where the target does not say."""
+        from ..config.targets import split_target
+
+        try:
+            file, name = split_target(target)
+        except ValueError:
+            return ""
+        path = (
+            next((path for path in reversed(list(_files_of(name))) if path is not None), None) if file is None else file
+        )
+        if path is None:
+            return ""
+        is_brought = any(path.resolve().is_relative_to(brought) for brought in self._brought)
+        return (f" ({path})" if file is None else "") + (", which came with the run" if is_brought else "")
 
     def _allows_file(self, file: Path) -> bool:
         from ..config.sources import bundled_dir
@@ -67,64 +104,75 @@ class Trust:
         libraries = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
         if "site-packages" in path.parts or any(path.is_relative_to(library) for library in libraries):
             return False
-        # A run that was unpacked here brings its own files. A run whose directory is the project itself does not.
-        is_brought = path.is_relative_to(self._run_dir) and not self._project.is_relative_to(self._run_dir)
-        return path.is_relative_to(self._project) and not is_brought
-
-    def _allows_name(self, name: str) -> bool:
-        """May the module of a dotted name be imported? Found out without importing it."""
-        top = name.partition(".")[0]
-        if top in ("torch", "safetrain"):
-            return True
-        if top in sys.modules:
-            return self._allows_module(top)
-        paths = [os.getcwd(), *(path for path in sys.path if path)]
-        spec = PathFinder.find_spec(top, paths)
-        if spec is None or top in sys.builtin_module_names:
+        if not path.is_relative_to(self._project) or any(path.is_relative_to(brought) for brought in self._brought):
             return False
-        places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-        return bool(places) and all(self._allows_file(Path(place)) for place in places)
+        # Nor what another run brought along.
+        between = path.relative_to(self._project).parents
+        return not any((self._project / directory / JOURNAL).is_file() for directory in between if directory.parts)
 
-    def allows_object(self, found: Any) -> bool:
-        """Was it defined where it may be?"""
+    def _allows_modules_of(self, name: str) -> bool:
+        """May every module on the way to a dotted name be imported? Found out without importing any."""
+        if name.partition(".")[0] in ("torch", "safetrain"):
+            # Under another of its names, or not to be run at all, which the object tells; but nothing more is imported for that.
+            return name.rpartition(".")[0] in sys.modules
+        files = list(_files_of(name))
+        return bool(files) and all(file is not None and self._allows_file(file) for file in files)
+
+    def _is_of_project(self, found: Any) -> bool:
+        """Was it defined there?"""
         if inspect.ismethod(found):  # a class method
             found = found.__func__
         name = getattr(found, "__module__", None)
         if not (inspect.isclass(found) or inspect.isfunction(found)) or not isinstance(name, str):
             return False
-        return _is_building_block(found) or self._allows_module(name)
-
-    def _allows_module(self, name: str) -> bool:
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        places = [file] if file is not None else list(getattr(module, "__path__", ()))
-        return bool(places) and all(self._allows_file(Path(place)) for place in places)
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return file is not None and self._allows_file(Path(file))
 
 
-def _is_building_block(found: Any) -> bool:
-    """Of torch or safetrain, and harmless whatever it is given; torch.load and torch.hub.load are not."""
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.data import DataLoader, Dataset, Sampler
-
-    from ..config import import_target
-    from ..optim.optimizers import adamw, sgd
-
-    module = found.__module__
-    if not inspect.isclass(found):
-        return bool(module == "torch.nn.functional" or module.startswith("safetrain.safe.") or found in (adamw, sgd))
-    kinds = (nn.Module, Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
-    is_trainer = module.startswith("safetrain.") and found is import_target("safetrain.SafeTrainer")
-    return is_trainer or (module.startswith("torch.") and issubclass(found, kinds))
-
-
-def _targets(node: Any) -> Iterator[str]:
+def targets_in(node: Any) -> Iterator[str]:
+    """Every `_target_` in it, at any depth."""
     if isinstance(node, Mapping):
         if isinstance(node.get("_target_"), str):
             yield node["_target_"]
         for child in node.values():
-            yield from _targets(child)
+            yield from targets_in(child)
     elif isinstance(node, (list, tuple)):
         for child in node:
-            yield from _targets(child)
+            yield from targets_in(child)
+
+
+def _brought_by(run_dir: Path, project: Path, is_own: bool) -> list[Path]:
+    """Directories whose code is not the project's although it may lie below the current directory."""
+    if is_own:  # a run's directory may be the project itself
+        return [] if project.is_relative_to(run_dir) else [run_dir]
+    if project.is_relative_to(run_dir) or run_dir.parent == project:
+        return [run_dir, project]
+    if run_dir.is_relative_to(project):
+        return [project / run_dir.relative_to(project).parts[0]]
+    return [run_dir]
+
+
+def _files_of(name: str) -> Iterator[Path | None]:
+    """The files that importing a dotted name executes, outermost package first; None for one that is not a file of source."""
+    from ..config.resolve import find_below
+
+    search: list[str] = [os.getcwd(), *(path for path in sys.path if path)]
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        loaded = sys.modules.get(".".join(parts[:count]))
+        if count == 1 and parts[0] in sys.builtin_module_names:
+            yield None
+            return
+        if loaded is not None and getattr(loaded, "__spec__", None) is not None:
+            spec = loaded.__spec__
+        else:
+            spec = find_below(".".join(parts[:count]), search)
+        if spec is None:
+            return
+        if spec.origin is not None and spec.loader is not None and spec.has_location:
+            yield Path(spec.origin)
+        elif not spec.submodule_search_locations:
+            yield None
+        search = list(spec.submodule_search_locations or ())
+        if not search:
+            return

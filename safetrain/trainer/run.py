@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import signal
-import threading
 import time
 import zlib
 from array import array
@@ -25,6 +23,7 @@ from ..checkpoint.compatibility import check_changes
 from ..checkpoint.plain import rebuild
 from ..config import load_config, to_yaml
 from ..config.schema import Config
+from ..core import ownership
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Outcome, Trigger
 from ..core.result import FitResult
@@ -37,6 +36,7 @@ from ..incidents import bundle
 from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
+from .signals import signals_noted
 
 RESULT_FIELDS = (
     "steps",
@@ -157,6 +157,7 @@ class Run:
         if self.dir is not None and not self._wrote_config:
             self._wrote_config = True
             write_text(self.dir / CONFIG, self._config_text)
+            ownership.mark(self.dir)
 
     @cached_property
     def _config_text(self) -> str:
@@ -277,7 +278,8 @@ class Run:
         """Whatever ends the run inside, its summary is written and its files are closed."""
         self.result.status = "error"
         try:
-            with self._signals_noted() if notes_signals else nullcontext():
+            noted = signals_noted(self.config.loop.end_on_signals, self._asked_to_end)
+            with noted if notes_signals else nullcontext():
                 yield
             if self.result.status == "error":
                 self.result.status = "done"
@@ -299,27 +301,8 @@ class Run:
             self.telemetry.finished(self.result)
             self._release()
 
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the step finish; a second one ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python delivers signals to the main thread only
-            return
-
-        def note(signum: int, frame: object) -> None:
-            self.signal = signum
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            # A signal to the whole process group ends the loader's workers too, of which torch would raise in the middle of a step.
-            if hasattr(signal, "SIGCHLD"):
-                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _asked_to_end(self, signum: int) -> None:
+        self.signal = signum if self.signal is None else self.signal
 
     def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
         """Note one decided step: `outcome` is the action taken, or `overflow`."""

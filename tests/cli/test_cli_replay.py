@@ -257,6 +257,59 @@ def test_a_batch_cannot_name_a_class_from_elsewhere(capsys):
     assert not Path("trace").exists()
 
 
+PIPES = "torch.utils.data.datapipes.iter"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        # a pickle beside the run, opened and decoded by data pipes that a layer iterates over
+        f"""torch.nn.ModuleList
+  modules:
+    _target_: {PIPES}.RoutedDecoder
+    datapipe: {{_target_: {PIPES}.FileOpener, datapipe: [out/x.pickle], mode: rb}}""",
+        "out.evil_for_replay.Net",
+        "sub.out.evil_for_replay.Net",
+        "./sub/evil_for_replay.py:Net",
+        "sub.evil_for_replay.Net",
+    ],
+)
+def test_no_way_in_for_the_code_of_a_run_from_elsewhere(target):
+    bundle = fit()
+    evil = elsewhere(PARTS)
+    Path("out/x.pickle").write_bytes(pickle.dumps(Trap(os.mkdir, "trapped")))
+    shutil.copytree("out", "sub/out")  # unpacked below the current directory
+    for place in ("out", "sub", "sub/out"):
+        shutil.copy(evil, place)
+    retarget(f"{Path('parts_for_replay.py').absolute()}:Net", target)
+    shutil.copy("out/config.yaml", "sub/out/config.yaml")
+    for where in (bundle, Path("sub") / bundle):
+        assert run(["replay", str(where)]) == 2
+    assert not Path("trace").exists()
+    assert not Path("trapped").exists()
+
+
+def test_data_pipes_in_a_batch_are_not_made(capsys):
+    bundle = fit()
+    Path("x.pickle").write_bytes(pickle.dumps(Trap(os.mkdir, "trapped")))
+    made = {"__safetrain__": "object", "is_new": False, "state": None, "items": None, "pairs": None}
+    opener = {**made, "class": f"{PIPES}.FileOpener", "arguments": [["x.pickle"], "rb"]}
+    change(bundle, "window", [{**made, "class": "list", "arguments": [opener]}])
+    assert run(["replay", str(bundle)]) == 2
+    assert "not a class of the current project" in capsys.readouterr().err
+    assert not Path("trapped").exists()
+
+
+def test_a_part_that_the_user_names_on_the_command_line_is_the_users(capsys):
+    bundle = fit()
+    elsewhere(PARTS)
+    Path("out/config.yaml").write_text(Path("out/config.yaml").read_text().replace("name: c", "name: changed"))
+    assert run(["replay", str(bundle)]) == 2
+    assert "made elsewhere" in capsys.readouterr().err
+    typed = ["model._target_=../elsewhere/evil_for_replay.py:Net", "loss._target_=../elsewhere/evil_for_replay.py:loss"]
+    assert run(["replay", str(bundle), *typed]) in (0, 3)
+
+
 class Trap:
     def __init__(self, act, *arguments):
         self._reduced = (act, arguments)

@@ -34,7 +34,9 @@ class Net(torch.nn.Sequential):
 
 class Mine(SafeTrainer):
     def on_commit(self, view):
-        signals = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "twice": [signal.SIGTERM] * 2, "kill": [signal.SIGKILL]}
+        signals = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "twice": [signal.SIGTERM] * 2, "kill": [signal.SIGKILL],
+            "both": [signal.SIGTERM, signal.SIGINT], "hangup": [signal.SIGHUP] * 2, "slurm": [signal.SIGUSR1, signal.SIGTERM],
+            "limit": [signal.SIGUSR2]}
         if view.step == 5:
             for number in signals.get(os.environ.get("SIGNAL"), []):
                 os.kill(os.getpid(), number)
@@ -67,7 +69,16 @@ def steps_of(run_dir):
 
 @pytest.mark.parametrize(
     ("sent", "code", "newest"),
-    [("term", 143, 6), ("int", 130, 6), ("twice", -signal.SIGTERM, 3), ("kill", -signal.SIGKILL, 3)],
+    [
+        ("term", 143, 6),
+        ("int", 130, 6),
+        ("twice", -signal.SIGTERM, 3),
+        ("kill", -signal.SIGKILL, 3),
+        ("both", 143, 6),
+        ("hangup", 129, 6),
+        ("slurm", 138, 6),
+        ("limit", 140, 6),
+    ],
 )
 def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent, code, newest):
     assert fit("--out", "whole") == 0
@@ -77,6 +88,15 @@ def test_a_signal_and_a_resume_end_where_an_uninterrupted_run_ends(sent, code, n
     for name in ("final.safetensors", "final_ema.safetensors"):
         assert Path("whole/checkpoints", name).read_bytes() == Path("pieces/checkpoints", name).read_bytes()
     assert steps_of("pieces") == steps_of("whole") == list(range(16))
+
+
+def test_a_signal_that_the_program_ignores_or_that_is_not_asked_for_ends_nothing():
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    code = f"{ignored}from safetrain.cli.main import main; import sys; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "fit", "c.yaml", "-q", "--out", "run"]
+    assert subprocess.run(command, env={**os.environ, "SIGNAL": "hangup"}, timeout=120, check=False).returncode == 0
+    unasked = in_process("fit", "c.yaml", "-q", "--out", "other", "loop.end_on_signals=[SIGHUP]", SIGNAL="limit")
+    assert unasked == -signal.SIGUSR2
 
 
 def test_fit_resume_auto_starts_continues_and_needs_a_directory(capfd):

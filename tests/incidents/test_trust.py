@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from safetrain.config import import_target
 from safetrain.config.sources import bundled_dir
+from safetrain.core.ownership import is_own, mark
+from safetrain.errors import UsageError
+from safetrain.incidents.harmless import NAMES, is_harmless
 from safetrain.incidents.trust import Trust
 
 FILE = """
@@ -46,7 +51,6 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.nn.functional.mse_loss",
         "torch.optim.AdamW",
         "torch.optim.lr_scheduler.CosineAnnealingLR",
-        "torch.utils.data.TensorDataset",
         "safetrain.safe.bce",
         "safetrain.optimizers.adamw",
         "safetrain.SafeTrainer",
@@ -72,6 +76,20 @@ def test_targets_of_the_project_of_torch_and_of_the_recipes_are_trusted(target: 
         "safetrain.config.load_config",
         "safetrain.optim.build.fused_where_supported",
         "safetrain.config.targets.instantiate",
+        "torch.utils.data.TensorDataset",
+        "torch.utils.data.DataLoader",
+        "torch.utils.data.datapipes.iter.FileOpener",
+        "torch.utils.data.datapipes.iter.routeddecoder.RoutedDecoderIterDataPipe",
+        "torch.jit.load",
+        "torch.nn.Module",
+        "torch.nn.DataParallel",
+        "torch.nn.modules.module.Module",
+        "torch.nn.parameter.torch.load",
+        "torch.optim.Optimizer",
+        "torch.optim.lr_scheduler.LambdaLR",
+        "torch.distributions.Normal",
+        "net_for_trust.py:torch.utils.data.Dataset",
+        "safetrain.safe.find_bad_batches",
         "pytest.main",
         "numpy.load",
         "net_for_trust.py:os.system",
@@ -92,9 +110,72 @@ def test_several_modules_of_a_package_without_init() -> None:
     assert trust.allows("space_for_trust.other.loss")
 
 
+def own(run: Path) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text("name: x")
+    mark(run)
+    return run
+
+
 def test_a_run_directory_that_is_the_project_is_the_project(tmp_path: Path) -> None:
-    assert Trust(tmp_path).allows("net_for_trust.py:Net")
-    assert not Trust(tmp_path / "space_for_trust").allows("space_for_trust/net.py:Net")
+    assert Trust(own(tmp_path)).allows("net_for_trust.py:Net")
+    assert not Trust(own(tmp_path / "space_for_trust")).allows("space_for_trust/net.py:Net")
+
+
+@pytest.mark.parametrize("run", ["out", "runs/first", "experiments/one/runs/first"])
+def test_a_run_made_here_may_name_all_of_the_project_but_what_is_inside_it(run: str) -> None:
+    inside, neighbour = own(Path(run)) / "inside.py", Path(run).parent / "neighbour.py"
+    inside.write_text(FILE)
+    neighbour.write_text(FILE)
+    assert Trust(Path(run)).allows("net_for_trust.py:Net")
+    assert Trust(Path(run)).allows(f"{neighbour}:Net")
+    assert not Trust(Path(run)).allows(f"{inside}:Net")
+
+
+def test_a_run_from_elsewhere_brings_what_it_was_unpacked_with() -> None:
+    for place in ("unpacked/runs/first", "unpacked/runs", "unpacked"):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        Path(place, "beside_for_trust.py").write_text(FILE)
+    trust = Trust(Path("unpacked/runs/first"))
+    assert trust.allows("net_for_trust.py:Net")
+    for brought in (
+        "unpacked/beside_for_trust.py:Net",
+        "unpacked/runs/beside_for_trust.py:Net",
+        "unpacked/runs/first/beside_for_trust.py:Net",
+        "unpacked.runs.first.beside_for_trust.Net",
+        "unpacked.beside_for_trust.Net",
+    ):
+        assert not trust.allows(brought), brought
+    assert not any(name.startswith("unpacked") for name in sys.modules)
+
+
+def test_a_run_from_elsewhere_that_lies_directly_in_the_project_is_not_told_from_it(tmp_path: Path) -> None:
+    Path("out").mkdir()
+    with pytest.raises(UsageError, match=r"made elsewhere.*\n  - net_for_trust.py:Net, which came with the run"):
+        Trust(Path("out")).check({"model": {"_target_": "net_for_trust.py:Net"}})
+    assert Trust(Path("out"), given=["net_for_trust.py:Net"]).allows("net_for_trust.py:Net")
+    Trust(own(Path("out"))).check({"model": {"_target_": "net_for_trust.py:Net"}})
+
+
+def test_a_mark_does_not_survive_a_changed_config_or_another_directory(tmp_path: Path) -> None:
+    run = own(tmp_path / "out")
+    assert is_own(run)
+    shutil.copytree(run, tmp_path / "copy")
+    assert not is_own(tmp_path / "copy")
+    (run / "config.yaml").write_text("name: y")
+    assert not is_own(run)
+
+
+def test_a_batch_may_hold_only_classes_of_the_project() -> None:
+    trust = Trust(Path("run"))
+    assert trust.allows_in_batch("net_for_trust.py:Net")
+    for foreign in ("torch.nn.Linear", "torch.utils.data.TensorDataset", "safetrain.SafeTrainer", "os.system"):
+        assert not trust.allows_in_batch(foreign)
+    assert not trust.allows_in_batch("net_for_trust.py:torch.nn.Linear")
+
+
+def test_every_name_on_the_list_of_harmless_parts_is_there() -> None:
+    assert {name for name in NAMES if not is_harmless(import_target(name))} == set()
 
 
 def test_also_safetrain_below_the_current_directory_is_not_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
