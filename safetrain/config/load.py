@@ -69,7 +69,7 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     tree = apply_overrides(tree, defaults, changes, problems)
     tree = _named_after_file(tree, path)
     tree = with_absolute_targets(interpolate(tree, problems))
-    tree = tree.having("guards", complete_guards(tree.value["guards"], defaults))
+    tree = tree.having("guards", complete_guards(tree.value["guards"], defaults, problems))
     tree = validate(tree, problems)
     if problems:
         raise ConfigError(problems)
@@ -91,7 +91,7 @@ def _defaults() -> Node:
     place = Place("default", "default", Path.cwd())
     tree = from_python(Config(), place, Problems(), literal=True)
     guards = Node({name: Node({}, place) for name in DEFAULT}, place)
-    return tree.having("guards", complete_guards(guards, tree))
+    return tree.having("guards", complete_guards(guards, tree, Problems()))
 
 
 def _read(source: Source, problems: Problems) -> tuple[Node | None, Path | None]:

@@ -205,8 +205,9 @@ class Config:
     )
     """The `_target_` of the optimizer; it is given the trainable parameters. One of `torch.optim` is fused where torch has such a
     kernel, unless `fused` or `foreach` is given."""
-    scheduler: Target | None = field(default=None, metadata=target(num_injected=1))
-    """The `_target_` of a learning-rate scheduler; it is given the optimizer and stepped once per committed step."""
+    scheduler: Target | None = field(default=None, metadata=target(num_injected=1, own={"every": ("step", "epoch")}))
+    """The `_target_` of a learning-rate scheduler; it is given the optimizer. `every: step` (the default) steps it once per committed
+    step, `every: epoch` at the end of each epoch: its T_max, step_size or milestones then count epochs."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How long to train, and how."""
     guards: dict[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from ..core.effects import effects
 from ..core.fields import Field, Rejected, fields_of, show
 from ..core.spelling import suggest
 from ..guards import DEFAULT, REGISTRY
@@ -12,7 +13,7 @@ from .resolve import NotDefined
 from .schema import LADDER, Config
 from .signatures import find_definition
 from .targets import check_target, split_target
-from .tree import BROKEN, TARGET, KeyPath, Node, Problems, plain
+from .tree import BROKEN, TARGET, KeyPath, Node, Place, Problems, plain
 
 
 def validate(tree: Node, problems: Problems) -> Node:
@@ -25,7 +26,7 @@ def _section(node: Node, cls: type, path: KeyPath, problems: Problems) -> Node:
         return node
     if not isinstance(node.value, dict):
         accepted = ", ".join(fields_of(cls)) or "none"
-        problems.add(node.place, path, f"{show(node.value)} is not a section; its keys are: {accepted}")
+        problems.add(node.place, path, f"{show(plain(node))} is not a section; its keys are: {accepted}")
         return node
     fields = fields_of(cls)
     checked = {}
@@ -68,7 +69,7 @@ def _value(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
                     node.place, path, f"null is not accepted, give {field.accepted}; delete the key for the default"
                 )
             return node
-        return check_target(node, path, problems, field.metadata["num_injected"], field.metadata["takes_arguments"])
+        return _target(node, field, path, problems)
     if node.value == "???":
         problems.add(node.place, path, f"must be given: {field.accepted}")
         return node
@@ -77,6 +78,19 @@ def _value(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
     except Rejected as rejected:
         problems.add(node.place, path, str(rejected))
         return node
+
+
+def _target(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
+    own: dict[str, Node] = {}
+    if isinstance(node.value, dict):
+        own = {key: child for key, child in node.value.items() if key in field.metadata["own"]}
+        for key, child in own.items():
+            if child.value not in (choices := field.metadata["own"][key]):
+                message = f"{show(plain(child))} is not accepted, give one of {', '.join(choices)}"
+                problems.add(child.place, (*path, key), message)
+        node = dataclasses.replace(node, value={k: v for k, v in node.value.items() if k not in own})
+    node = check_target(node, path, problems, field.metadata["num_injected"], field.metadata["takes_arguments"])
+    return dataclasses.replace(node, value={**node.value, **own}) if own else node
 
 
 def _targets(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
@@ -139,8 +153,8 @@ def _check_rungs(ladder: Node, problems: Problems) -> None:
             problems.add(rung.place, path, str(error))
 
 
-def complete_guards(guards: Node, defaults: Node) -> Node:
-    """Every default guard and every configured one with all its options."""
+def complete_guards(guards: Node, defaults: Node, problems: Problems) -> Node:
+    """Every default guard and every configured one with all its options, those included that others imply."""
     if not isinstance(guards.value, dict):
         return guards
     complete = {}
@@ -151,9 +165,20 @@ def complete_guards(guards: Node, defaults: Node) -> Node:
         if isinstance(node.value, dict) and TARGET not in node.value and name in REGISTRY:
             default = guard_defaults(name, defaults)
             known = {option: node.value.get(option, value) for option, value in default.items()}
-            node = dataclasses.replace(node, value={**known, **node.value})
+            known |= _implied(name, node, defaults.place, problems)
+            node = dataclasses.replace(node, value={**node.value, **known})
         complete[name] = node
     return dataclasses.replace(guards, value=complete)
+
+
+def _implied(guard: str, node: Node, default: Place, problems: Problems) -> dict[str, Node]:
+    """What the options that were given imply. Those that would have no effect are problems."""
+    given = {option: child for option, child in node.value.items() if child.place != default}
+    found = effects(fields_of(REGISTRY[guard].Config), {option: plain(child) for option, child in given.items()})
+    for option, problem in found.problems.items():
+        problems.add(given[option].place, ("guards", guard, option), problem)
+    places = [child.place for child in given.values()]
+    return {option: from_plain(Node(None, places[0]), value) for option, value in found.implied.items()}
 
 
 def guard_defaults(name: str, defaults: Node) -> dict[str, Node]:

@@ -19,12 +19,15 @@ _BOUNDS = {"ge": ("≥", operator.ge), "gt": (">", operator.gt), "le": ("≤", o
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
-def target(*, num_injected: int = 0, takes_arguments: bool = True) -> dict[str, Any]:
+def target(
+    *, num_injected: int = 0, takes_arguments: bool = True, own: Mapping[str, tuple[str, ...]] | None = None
+) -> dict[str, Any]:
     """Metadata of a dataclass field that holds a `_target_` with its arguments, or a list of them.
 
-    The first `num_injected` positional arguments are given by safetrain, not by the config.
+    The first `num_injected` positional arguments are given by safetrain, not by the config. `own`: further keys with their choices,
+    which are settings of safetrain and no arguments.
     """
-    return {"target": True, "num_injected": num_injected, "takes_arguments": takes_arguments}
+    return {"target": True, "num_injected": num_injected, "takes_arguments": takes_arguments, "own": dict(own or {})}
 
 
 class Rejected(Exception):

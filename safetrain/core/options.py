@@ -8,6 +8,7 @@ import functools
 import inspect
 import keyword
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,10 +21,15 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     choices: tuple[str, ...] | None = None,
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    needs: tuple[str, ...] | None = None,
+    within: str | None = None,
 ) -> Any:
     """A dataclass field whose value is checked when a config is loaded.
 
-    `ge gt le lt` bound a number (NaN is outside every bound), `choices` lists the accepted strings.
+    `ge gt le lt` bound a number (NaN is outside every bound), `choices` lists the accepted strings. When an option does nothing
+    under others, that is declared too: `only={"mode": ("norm",)}` has an effect with these values of `mode` only (given alone it
+    implies the first), `needs` names options that must not be null, `within` one whose value this one must not exceed.
 
     >>> @dataclass
     ... class CeilingConfig:
@@ -32,7 +38,16 @@ def option(
     >>> CeilingConfig().limit
     10.0
     """
-    limits = {"ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
+    limits = {
+        "ge": ge,
+        "gt": gt,
+        "le": le,
+        "lt": lt,
+        "choices": choices,
+        "only": only,
+        "needs": needs,
+        "within": within,
+    }
     metadata = {name: limit for name, limit in limits.items() if limit is not None}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)

@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.effects import effects
 from ..core.fields import Rejected, fields_of
-from ..core.options import config_attribute
+from ..core.options import config_attribute, config_key
 from ..core.protocols import check_protocol
 from ..core.spelling import suggest
 from ..core.verdict import Decision, Verdict
@@ -87,8 +88,11 @@ class Guard:
                 raise UsageError(
                     f"guard {self.name} has no option {name!r}{suggest(name, known)}\nTo fix: correct its name, or leave it out."
                 )
+        found = effects(fields_of(self.Config), {config_key(name): value for name, value in options.items()})
+        for name, problem in found.problems.items():
+            raise UsageError(f"guard {self.name}: {name} {problem}.\nTo fix: correct it.")
         try:
-            return self.Config(**options)
+            return self.Config(**options, **found.implied)
         except TypeError as error:
             raise UsageError(f"guard {self.name}: {error}.\nTo fix: give it the options it needs.") from error
 

@@ -12,23 +12,25 @@ from ..core.verdict import COMMIT, Decision, Verdict
 from ..core.view import Limits, StepView
 from .base import Guard
 
+ADAPTIVE = {"mode": ("adaptive",)}
+
 
 @dataclass
 class ClipConfig:
     mode: str = option("adaptive", choices=("adaptive", "norm", "group_norm", "value"))
     """`norm`: global L2 norm at most `max_norm`. `group_norm`: the same for each optimizer parameter group on its own.
     `value`: every element (of a complex one, each part) at most `max_value`. `adaptive`: global norm at most a few deviations above the recent ones."""
-    max_norm: float = option(1.0, gt=0.0)
-    """Limit of `norm` and `group_norm`."""
-    max_value: float = option(1.0, gt=0.0)
-    """Limit of `value`."""
-    z: float = option(4.0, gt=0.0)
+    max_norm: float = option(1.0, gt=0.0, only={"mode": ("norm", "group_norm")})
+    """Limit of `norm` and `group_norm`. Given without a `mode`, it means `norm`."""
+    max_value: float = option(1.0, gt=0.0, only={"mode": ("value",)})
+    """Limit of `value`. Given without a `mode`, it means `value`."""
+    z: float = option(4.0, gt=0.0, only=ADAPTIVE)
     """`adaptive`: deviations above the recent mean norm that are still allowed."""
-    min_ratio: float = option(2.5, ge=1.0)
+    min_ratio: float = option(2.5, ge=1.0, only=ADAPTIVE)
     """`adaptive`: the limit is never below this many times the recent mean norm, however steady the norms are."""
-    decay: float = option(0.97, gt=0.0, lt=1.0)
+    decay: float = option(0.97, gt=0.0, lt=1.0, only=ADAPTIVE)
     """`adaptive`: weight of the past in the running mean and variance."""
-    warmup_steps: int = option(25, ge=1)
+    warmup_steps: int = option(25, ge=1, only=ADAPTIVE)
     """`adaptive`: committed steps to watch before clipping anything."""
 
 

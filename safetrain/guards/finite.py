@@ -23,7 +23,7 @@ class FiniteConfig:
     to go back to)."""
     window: int = option(100, ge=1, le=1000)
     """Number of recent steps in which refusals are counted."""
-    max_in_window: int = option(30, ge=1)
+    max_in_window: int = option(30, ge=1, within="window")
     """Refusals within `window` steps after which a rollback is asked for."""
     state_every: int = option(50, ge=1)
     """Check parameters and optimizer state every N steps. They are always checked when a step is refused and before

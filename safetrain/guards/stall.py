@@ -35,7 +35,7 @@ class StallConfig:
     early_steps: int | None = option(8, ge=2)
     """If after this many steps the mean loss is `early_rise` above its start and the weights have grown by half, the step is tried
     with the weights of the start: if they are better at it, training starts again at a tenth of the learning rate. null: never."""
-    early_rise: float = option(0.25, ge=0.0)
+    early_rise: float = option(0.25, ge=0.0, needs=("early_steps",))
     """See `early_steps`."""
     far_above: float = option(1.5, gt=1.0)
     """What counts as far above: this many times the starting (or best) loss."""

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..errors import UsageError
 from ..tensors.devices import is_host
 
 _UNSCALED = nullcontext()
+INTERVALS = ("step", "epoch")
 
 
 def scaled_lr(optimizer: Optimizer, scale: float) -> AbstractContextManager[None]:
@@ -45,13 +47,18 @@ def _scaled(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 class Schedule:
-    """A learning-rate scheduler (or None: the rate stays as it is) that is stepped once per committed step.
+    """A learning-rate scheduler (or None: the rate stays as it is) that is stepped once per committed step, or once per epoch.
 
     `ReduceLROnPlateau` is stepped by `step_with_metric` instead, once per evaluation.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: Any = None) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
+    def __init__(self, optimizer: Optimizer, scheduler: Any = None, every: str = "step") -> None:
+        if every not in INTERVALS:
+            raise UsageError(f"a scheduler is stepped every {' or '.join(INTERVALS)}, not every {every!r}.")
+        self.optimizer, self.scheduler, self.every = optimizer, scheduler, every
+        self.is_stepped_elsewhere = False
+        """Something else has stepped the scheduler too."""
+        self._left_at: Any = None
         self.error: Exception | None = None
         """What the scheduler raised. The step before it is committed; no further one may begin."""
 
@@ -76,12 +83,23 @@ class Schedule:
 
     def step(self) -> None:
         """After a committed step. The weights have moved, so an error is kept in `error` and not raised."""
-        if self.scheduler is None or self.needs_metric:
-            return
+        if self.scheduler is not None and self.every == "step" and not self.needs_metric:
+            self._step()
+
+    def epoch_ended(self) -> None:
+        """After the last step of an epoch; only a schedule over epochs moves."""
+        if self.scheduler is not None and self.every == "epoch" and not self.needs_metric:
+            self._step()
+
+    def _step(self) -> None:
+        count = getattr(self.scheduler, "last_epoch", None)
+        if self._left_at is not None and count != self._left_at:
+            self.is_stepped_elsewhere = True
         try:
             self.scheduler.step()
         except Exception as error:
             self.error = error
+        self._left_at = getattr(self.scheduler, "last_epoch", None)
 
     def step_with_metric(self, metric: float) -> None:
         """After an evaluation; only a schedule that needs the metric moves."""
@@ -92,7 +110,8 @@ class Schedule:
         """The message for `error`."""
         return (
             f"the schedule {type(self.scheduler).__name__} failed after step {step}: {self.error}\n"
-            "To fix: make it for as many steps as the run takes (loop.max_steps)."
+            f"To fix: make it for as many {self.every}s as the run takes (loop.max_{self.every}s); with every=epoch it is stepped "
+            "once per epoch, with every=step after each step."
         )
 
     def state_dict(self) -> Any:
@@ -101,5 +120,6 @@ class Schedule:
 
     def load_state_dict(self, state: Any) -> None:
         """`state` None, of a run without a schedule: the scheduler stays as it was made."""
+        self._left_at = None
         if self.scheduler is not None and state is not None:
             self.scheduler.load_state_dict(state)

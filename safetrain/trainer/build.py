@@ -21,6 +21,7 @@ from ..distributed.machine import Machine
 from ..errors import ConfigError, UsageError
 from ..guards import REGISTRY, Guard
 from ..guards.islands import LOSS, Islands
+from ..optim.schedule import Schedule
 from ..precision.autocast import AUTOCAST_DTYPES
 from ..precision.compiled import note_compiled
 from ..step.exchange import Exchange
@@ -151,6 +152,11 @@ def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> lis
         added.add(guard.name)
         guards[guard.name] = guard
     return list(guards.values())
+
+
+def open_schedule(optimizer: Optimizer, scheduler: Any, every: str | None, config: Config) -> Schedule:
+    """`every`: "step" or "epoch"; None: as the config says."""
+    return Schedule(optimizer, scheduler, every or (config.scheduler or {}).get("every", "step"))
 
 
 def choose_loss(given: LossFn | None, config: Config) -> LossFn | None:

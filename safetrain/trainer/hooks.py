@@ -62,8 +62,12 @@ class TrainerHooks:
         return build_optimizer(self.config.optimizer, model)
 
     def build_scheduler(self, optimizer: Optimizer) -> Any:
-        """The learning-rate scheduler or None, when none was passed. Stepped once per committed step."""
-        return None if self.config.scheduler is None else instantiate(self.config.scheduler, optimizer)
+        """The learning-rate scheduler or None, when none was passed. Stepped after each committed step, or once per epoch with
+        `scheduler.every: epoch` (`scheduler_every="epoch"`)."""
+        node = self.config.scheduler
+        if node is None:
+            return None
+        return instantiate({key: value for key, value in node.items() if key != "every"}, optimizer)
 
     def on_commit(self, view: StepView) -> None:
         """Called after each committed step."""

@@ -17,6 +17,7 @@ from ..core.view import StepView
 from ..data.stream import BatchStream
 from ..distributed.machine import deterministic_algorithms
 from ..errors import TrainingStopped
+from ..optim.forecast import doubt
 from ..recovery import Ladder, RefusedStep
 from ..recovery.recovery import Recovery
 from ..step.deferred import Deferral
@@ -157,11 +158,28 @@ def open_session(
             "run_dir": run.dir,
             "total_steps": total_steps(config, stream),
         }
-        run.started(about, stream.caveats() if config.checkpoint.enabled else [])
+        caveats = stream.caveats() if config.checkpoint.enabled else []
+        run.started(about, [*caveats, *_about_schedule(config, step, stream, run)])
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
             stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))
         yield Session(run, step, checkpoints, recovery, deferral, progress, listener)
+
+
+def _about_schedule(config: Config, step: Step, stream: BatchStream, run: Run) -> list[str]:
+    if run.resumed is not None or step.schedule.scheduler is None:
+        return []
+    found = doubt(step.schedule, total_steps(config, stream), total_epochs(config, stream))
+    return [] if found is None else [f"{found.reason}. To fix: {found.fix}."]
+
+
+def total_epochs(config: Config, stream: BatchStream) -> int | None:
+    """How many epochs the run will begin, if that is known."""
+    loop, num_batches = config.loop, stream.num_batches()
+    if loop.max_steps is None:
+        return loop.max_epochs or 1
+    by_steps = -(-loop.max_steps // -(-num_batches // loop.grad_accum)) if num_batches else None
+    return min((n for n in (loop.max_epochs, by_steps) if n is not None), default=None)
 
 
 def total_steps(config: Config, stream: BatchStream) -> int | None:

@@ -19,7 +19,6 @@ from ..forensics.sandbox import modules_behind
 from ..guards import Guard
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
-from ..optim.schedule import Schedule
 from ..precision.mixed import Precision
 from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
@@ -63,6 +62,7 @@ class SafeTrainer(TrainerHooks):
         train_data: Any = None,
         eval_data: Any = None,
         scheduler: Any = None,
+        scheduler_every: str | None = None,
         config: Any = None,
         guards: Iterable[Guard] | None = None,
         run_dir: str | Path | None = None,
@@ -95,7 +95,7 @@ class SafeTrainer(TrainerHooks):
             self.optimizer,
             guards=self.guards,
             precision=self.precision,
-            schedule=Schedule(self.optimizer, self.scheduler),
+            schedule=build.open_schedule(self.optimizer, self.scheduler, scheduler_every, self.config),
             ema=self.ema,
             exchange=build.open_exchange(self.machine),
             called=called,
@@ -261,6 +261,7 @@ class SafeTrainer(TrainerHooks):
         self._settle()
         self.stream.next_epoch()
         self.run.result.epochs += 1
+        self.stepper.schedule.epoch_ended()
         self._evaluate_if_due(epoch_ended=True)
 
     def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:

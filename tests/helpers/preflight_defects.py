@@ -269,6 +269,12 @@ def short_schedule(planted):
     )
 
 
+@defect("schedule", "falls from 0.003 to 2.93e-06 by step 10", "scheduler.every: epoch")
+def schedule_over_epochs(planted):
+    scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
+    return make_trainer(scheduler=scheduler if planted else {**scheduler, "every": "epoch"})
+
+
 @defect("replay", "other numbers", "os.urandom")
 class OwnRandomSource(Net):
     def __init__(self, planted):

@@ -180,6 +180,7 @@ def _twin(subject: Subject, directory: Path, num_steps: int) -> SafeTrainer:
         optimizer=trainer.optimizer,
         train_data=_data_of(subject.sample.source()),
         scheduler=None if isinstance(trainer.scheduler, ReduceLROnPlateau) else trainer.scheduler,
+        scheduler_every=trainer.stepper.schedule.every,
         config=config,
         guards=copy.deepcopy(subject.guards),
         run_dir=directory,

@@ -278,7 +278,9 @@ def _judge_range(subject: Subject, trials: dict[float, Trial], lr: float) -> Out
 def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
     """The learning rates of the run, step by step; a failure if the schedule itself fails."""
     trainer, scheduler = subject.trainer, subject.trainer.scheduler
-    num_steps = min(_run_length(subject) or 1000, 20_000)
+    num_steps, every = min(_run_length(subject) or 1000, 20_000), trainer.stepper.schedule.every
+    if every == "epoch":
+        num_steps = min(trainer.config.loop.max_epochs or 1, num_steps)
     rates = [trainer.stepper.schedule.lrs]
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         return rates
@@ -290,8 +292,8 @@ def _schedule(subject: Subject) -> list[tuple[float, ...]] | Outcome:
                 scheduler.step()
             except Exception as error:
                 return failed(
-                    f"the schedule {type(scheduler).__name__} fails after {step} of {num_steps} steps: {error}",
-                    f"set it up for the {num_steps} steps of the run (loop.max_steps)",
+                    f"the schedule {type(scheduler).__name__} fails after {step} of {num_steps} {every}s: {error}",
+                    f"set it up for the {num_steps} {every}s of the run (loop.max_{every}s), or set scheduler.every",
                     step=step,
                 )
             rates.append(trainer.stepper.schedule.lrs)
