@@ -9,6 +9,7 @@
     │   └── CheckpointError   a checkpoint cannot be written, or none can be loaded
     ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── RankError             another process of the run failed, or does not answer  exit code 1
+    ├── HangError            a step, an evaluation or a save did not go on          exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
     └── Interrupted           SIGINT, SIGTERM, …; the step was finished and saved    exit code 128 + signal
 
@@ -117,6 +118,10 @@ class NonFiniteError(SafetrainError, FloatingPointError):
 
 class RankError(SafetrainError, RuntimeError):
     """Another process of the run raised, is gone, or does not answer in time; the message says which, and where it is."""
+
+
+class HangError(SafetrainError, TimeoutError):
+    """What this process does has taken many times as long as usual, and longer than the limit of the config; raised where it hangs."""
 
 
 class TrainingStopped(SafetrainError):

@@ -1,9 +1,11 @@
-"""A DataLoader without its worker processes."""
+"""A DataLoader without its worker processes, and which of them it waits for."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,6 +28,51 @@ IN_THIS_PROCESS = Feature(
     instead="it starts them, which takes seconds",
     probe=_probe,
 )
+
+
+class WorkerWait(NamedTuple):
+    worker: int
+    pid: int
+    batch: int
+    """The number of the batch, counted from 0 by this iterator."""
+
+
+def _probe_wait() -> bool:
+    from torch.utils.data import dataloader
+
+    names = dataloader._MultiProcessingDataLoaderIter.__init__.__code__.co_names
+    return {"_rcvd_idx", "_task_info", "_workers"} <= {
+        *names,
+        *dataloader._MultiProcessingDataLoaderIter._reset.__code__.co_names,
+    }
+
+
+WAIT = Feature(
+    "loader_wait",
+    relies_on="torch.utils.data.dataloader._MultiProcessingDataLoaderIter: _rcvd_idx, _task_info, _workers",
+    lost="of a step that hangs in its data loader: the worker process and the samples it waits for",
+    instead="the stacks of this process only",
+    probe=_probe_wait,
+)
+
+
+def waited_for(frames: Iterable[FrameType]) -> WorkerWait | None:
+    """The worker that a thread with these frames waits for."""
+    if not WAIT.works:
+        return None
+    from torch.utils.data import dataloader
+
+    for frame in frames:
+        if frame.f_code.co_filename != dataloader.__file__:
+            continue  # asking any frame for its variables would keep them alive
+        iterator = frame.f_locals.get("self")
+        if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
+            index = iterator._rcvd_idx
+            if index not in iterator._task_info:  # nothing was asked for
+                return None
+            worker = iterator._task_info[index][0]
+            return WorkerWait(worker, iterator._workers[worker].pid, index)
+    return None
 
 
 def in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -74,10 +74,10 @@ def sync_buffers(model: DistributedDataParallel) -> None:
                 buffer.copy_(value)
 
 
-def num_collectives() -> int:
-    """How many the default process group has begun: how else to know how many buckets DDP has sent off."""
-    group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
+def num_collectives(group: Any = None) -> int:
+    """How many the group (None: the default one) has begun: how else to know how many buckets DDP has sent off."""
+    of: Any = dist.group.WORLD if group is None else group
+    return int(of._get_sequence_number_for_group())
 
 
 def exchange_zeros(model: DistributedDataParallel, num_reduced: int, began_forward: bool, poison: bool) -> bool:

@@ -7,7 +7,7 @@ from ..errors import UsageError
 from .allocator import KEEP_MEMORY
 from .autograd import TRACING
 from .compiler import BACKWARD, ORIGINAL
-from .dataloader import IN_THIS_PROCESS
+from .dataloader import IN_THIS_PROCESS, WAIT
 from .ddp import BUFFERS, EXCHANGE
 from .dtensor import PARTS
 from .elastic import LAUNCHER
@@ -31,6 +31,7 @@ FEATURES: tuple[Feature, ...] = (
     PARTS,
     LAUNCHER,
     IN_THIS_PROCESS,
+    WAIT,
     KEEP_MEMORY,
 )
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from ..errors import Interrupted, RankError, SafetrainError, TrainingStopped
+from ..errors import HangError, Interrupted, RankError, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
 EXIT_USAGE = 2
@@ -123,6 +123,6 @@ def run(arguments: list[str], verbose: bool = False) -> int:
 def exit_code(error: SafetrainError) -> int:
     if isinstance(error, TrainingStopped):
         return EXIT_STOPPED
-    if isinstance(error, RankError):
+    if isinstance(error, (RankError, HangError)):
         return EXIT_USER_EXCEPTION
     return 128 + error.signum if isinstance(error, Interrupted) else EXIT_USAGE

@@ -78,6 +78,10 @@ class LoopConfig:
     rank_timeout_seconds: float = option(1800.0, gt=0.0)
     """With several processes: how long one waits for another before the run ends with the name of the one that is missing.
     Longer than the slowest thing that one rank does alone, such as writing a checkpoint."""
+    hang_timeout_seconds: float | None = option(None, gt=0.0)
+    """What takes five times as long as usual (a step, an evaluation batch, a save), and at least five seconds, is reported with the line
+    where it hangs, and training goes on. After this long it also ends the run, at that line. null: one process waits for ever, one
+    of several until the others give up, see `rank_timeout_seconds`."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation that has none raises."""
     ema: float | None = option(None, gt=0.0, lt=1.0)

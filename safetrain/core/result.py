@@ -53,6 +53,9 @@ class FitResult:
     checkpoints: dict[str, Any] = field(default_factory=dict)
     """On disk: `num_saved` by this process, `seconds_blocked`, for which training waited, the name of the `newest` one, and
     whether it was `verified`: read again at the end and compared with what was written."""
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    """What took many times as long as usual: `step`, `unit` (step, evaluation batch, saving, ...), `seconds`, what is `usual`, and the
+    `ranks` that the others waited for."""
     islands: dict[str, Any] = field(default_factory=dict)
     """fp32 islands that recovery has grown: their `modules`, and the `yaml` that makes them permanent."""
     patches: list[dict[str, Any]] = field(default_factory=list)
@@ -89,6 +92,7 @@ class FitResult:
             "timing": {name: round(seconds, 4) for name, seconds in self.timing.items()},
             "snapshots": self.snapshots,
             "checkpoints": self.checkpoints,
+            "hangs": self.hangs,
             "islands": self.islands,
             "patches": self.patches,
             "quarantined": self.quarantined,

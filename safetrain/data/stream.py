@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..config.schema import DataConfig
+from ..distributed.activity import STEP, Activity
 from ..errors import CheckpointError, DataError
 from ..tensors.nest import describe, is_flat, leaves, num_samples, to_device
 from .distributed import PreshardedSource, ShardedSource, is_presharded
@@ -27,10 +28,18 @@ class BatchStream:
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.num_consumed = 0
+        self.activity: Activity | None = None
+        """Of the process, to mark when it waits for data."""
+        self._unit, self._opened_at = STEP, 0
 
     def take(self, count: int) -> list[Any]:
         """The next `count` micro-batches; fewer at the end of an epoch, none when the epoch is over."""
+        if self.activity is not None:
+            self.activity.begin(self._unit)
+            self.activity.at(f"wait for {self._what}")
         window = [self._checked(batch) for batch in self._next(count)]
+        if self.activity is not None:
+            self.activity.at(self._unit)
         self.num_consumed += len(window)
         if not window and self.num_consumed == self.source.base == 0:
             raise DataError(self._nothing_left())
@@ -42,8 +51,13 @@ class BatchStream:
 
     def _next(self, count: int) -> Iterator[Any]:
         if self._iterator is None:
-            self._iterator = self.source.open(self.epoch, self.num_consumed)
+            self._iterator, self._opened_at = self.source.open(self.epoch, self.num_consumed), self.num_consumed
         return itertools.islice(self._iterator, count)
+
+    def watched_by(self, activity: Activity, unit: str) -> None:
+        """Let it know when a batch is waited for. `unit`: what it is needed for."""
+        self.activity, self._unit = activity, unit
+        activity.samples_at[unit] = lambda index: self.source.ids(self._opened_at + index)
 
     def ids(self, window: Sequence[Any]) -> list[Sequence[int]] | None:
         """Sample indices of each micro-batch of the latest window; None if they are not known."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._private import ddp
 from ..errors import RankError
 from .watchdog import Watchdog
 
@@ -133,9 +134,13 @@ class Link:
         # A group of their own: what user code sends during a step cannot get between.
         self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._numbers = self._objects if device.type == "cpu" else None
-        self.watchdog = Watchdog(rank, world_size, timeout_seconds)
+        self.watchdog = Watchdog(rank, world_size, timeout_seconds, self._num_begun)
         global _open
         _open = self
+
+    def _num_begun(self) -> int:
+        """Collectives that this rank has begun: one that has begun fewer than others is what they wait for."""
+        return ddp.num_collectives() + ddp.num_collectives(self._objects)
 
     def send(self, numbers: Tensor) -> PendingGather:
         """Begin to exchange a vector of equal length on every rank, without waiting."""
@@ -145,7 +150,7 @@ class Link:
 
     def gather(self, what: Any, phase: str = "waiting for the other ranks") -> list[Any]:
         """What each rank gave, in their order. Slow, so only in trouble or at the rare moments of a run."""
-        with self.watchdog.phase(phase):
+        with self.watchdog.activity.waiting(phase):
             received: list[Any] = [None] * self.world_size
             dist.all_gather_object(received, what, group=self._objects)
             return received

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.verdict import Decision
 from ..core.view import DeviceStep, StepView
+from ..distributed.watchdog import Watchdog
 from ..errors import SafetrainError
 from .measurement import Measurement
 
@@ -56,6 +57,9 @@ class Exchange:
     failed_together = False
     """Some rank raised in the last attempt, and all know it."""
 
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
+        self.watchdog = Watchdog() if watchdog is None else watchdog
+
     # ---- what all ranks know -----------------------------------------------------------------------------------
 
     @property
@@ -86,9 +90,11 @@ class Exchange:
 
     def begin_attempt(self, step: Step, window: Sequence[Any]) -> None:
         """Before the first forward. Raises an error left over from the previous attempt."""
+        self.watchdog.activity.at("forward pass", step.index)
 
     def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch: only the last backward exchanges gradients."""
+        self.watchdog.activity.at("forward pass")
         return _NOTHING
 
     def before_backward(
@@ -100,6 +106,7 @@ class Exchange:
         is_last: bool,
     ) -> None:
         """After the last forward: start sending this rank's numbers, without waiting."""
+        self.watchdog.activity.at("backward pass")
 
     def stand_in(self, step: Step, error: Exception, window: Sequence[Any]) -> None:
         """This rank raised: take part in what the others still exchange. Raises, on all ranks, unless this rank has
@@ -110,6 +117,7 @@ class Exchange:
         self, step: Step, on_device: DeviceStep, losses: Sequence[Tensor], metrics: Sequence[Mapping[str, Any]]
     ) -> Measurement:
         """After backward: the numbers of the step over all ranks."""
+        self.watchdog.activity.at("decision")
         signals = step.guards.measure(on_device)
         scale, rates = step.precision.loss_scale(), step.schedule.rates_on_device()
         return Measurement(losses, on_device.grad_norm, scale, signals, metrics, on_device.window, rates)

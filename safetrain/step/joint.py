@@ -65,6 +65,7 @@ class JointMeasurement(Measurement):
 class JointExchange(Exchange):
     def __init__(self, machine: Machine) -> None:
         assert machine.link is not None
+        super().__init__(machine.link.watchdog)
         self._machine, self._replicas = machine, machine.replicas
         self.link: Link = machine.link
         self.rank, self.world_size = machine.rank, machine.world_size
@@ -117,7 +118,7 @@ class JointExchange(Exchange):
 
     def begin_attempt(self, step: Step, window: Sequence[Any]) -> None:
         self._numbers.begin_attempt()
-        self.link.watchdog.at("forward pass", step.index)
+        super().begin_attempt(step, window)
         pending, self._late_error = self._late_error, None
         self.failed_together = self._failure_is_explained = False
         if self._replicas is not None:
@@ -128,7 +129,7 @@ class JointExchange(Exchange):
             raise window.error
 
     def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
-        self.link.watchdog.at("forward pass")
+        super().gradient_sync(model, is_last)
         return self._machine.gradient_sync(model, is_last)
 
     def before_backward(
@@ -143,7 +144,7 @@ class JointExchange(Exchange):
             self._numbers.send(self.run, RankState.STEP, self._numbers.early_values(step, losses, metrics, window))
             if self._replicas is not None:
                 self._replicas.begin_backward()
-        self.link.watchdog.at("backward pass")
+        super().before_backward(step, losses, metrics, window, is_last)
 
     def stand_in(self, step: Step, error: Exception, window: Sequence[Any]) -> None:
         if is_communication_error(error) or self._replicas is None:
@@ -320,7 +321,7 @@ class JointExchange(Exchange):
         called = step.called
         if self._replicas is not None and self._replicas.model is not None:
             step.called = self._replicas.model.module
-        step.exchange = Exchange()
+        step.exchange = Exchange(self.watchdog)
         try:
             yield
         finally:
@@ -343,7 +344,7 @@ class JointExchange(Exchange):
                 raise explained from error
             if self.failed_together:
                 self._leave_together()
-            self.link.watchdog.failed(f"{type(error).__name__}: {error}")
+            self.watchdog.failed(f"{type(error).__name__}: {error}")
             raise
         finally:
             step.called = step.model  # destroying the process group can hang while a DDP model is alive

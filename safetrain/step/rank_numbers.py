@@ -122,9 +122,9 @@ class RankNumbers:
     def _receive(
         self, step: Step, sent: PendingGather, values: Values, layout: Layout, norm: Tensor | None = None
     ) -> float:
-        self.link.watchdog.at("wait for the numbers of the other ranks", waiting=True)
+        self.link.watchdog.activity.at("wait for the numbers of the other ranks", waiting=True)
         matrix = sent.wait()
-        self.link.watchdog.at("decision")
+        self.link.watchdog.activity.at("decision")
         flat = matrix.flatten()
         numbers = (flat if norm is None else torch.cat([flat, norm.to(flat.dtype).reshape(1)])).tolist()
         width = matrix.shape[1]

@@ -95,6 +95,10 @@ class Console(Sink):
         shown = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if name != "step")
         self._say(f"eval at step {int(metrics['step'])}:  {shown}{'  (best)' if is_best else ''}", "cyan")
 
+    def hangs(self, about: Mapping[str, Any]) -> None:
+        for line in printable(about["text"]).splitlines():
+            self._say(line, "yellow" if about.get("over") else "red")
+
     def finished(self, result: FitResult) -> None:
         style = {"done": "bold green", "paused": "bold yellow"}.get(result.status, "bold red")
         self._say(summary.headline(result), style)

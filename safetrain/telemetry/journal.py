@@ -107,6 +107,9 @@ class Journal(Sink):
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._write("eval", **metrics, best=is_best)
 
+    def hangs(self, about: Mapping[str, Any]) -> None:
+        self._write("hang", **about)
+
     def saving(self, step: int, num_committed: int) -> None:
         # Before the state is gathered, which records the position in the journal: a resume from this checkpoint keeps the line.
         self._write("checkpoint", step=step, committed=num_committed)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..core.protocols import check_protocol, methods_of
 from ..core.result import FitResult
 from ..core.verdict import Decision
 from ..core.view import StepView
+from ..distributed.activity import Activity
 from .vitals import Vitals
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 """Steps are handed to the sinks in batches: at the latest after this long, and always before anything else is."""
+LOCK_SECONDS = 2.0
+"""What is reported from another thread waits this long for a sink that hangs."""
 MAX_PENDING = 50
 """Or when there are this many: more would be enough objects for Python's garbage collector to visit them again and again."""
 
@@ -99,6 +103,11 @@ class Sink:
     def doing(self, what: str | None) -> None:
         """Something other than steps takes a while; None: it is over."""
 
+    def hangs(self, about: Mapping[str, Any]) -> None:
+        """Something takes many times as long as usual: `text` for people, `step`, `unit`, `seconds`, `usual`, the `ranks` that the others
+        wait for and their `places`; or, with `over`, it went on. From another thread than the rest, as the one that trains does
+        not come to it."""
+
     def saving(self, step: int, num_committed: int) -> None:
         """A checkpoint of this moment is about to be written. If that fails, a note says so."""
 
@@ -128,11 +137,15 @@ class Telemetry:
         self.vitals = Vitals() if vitals is None else vitals
         self.is_busy = False
         """Something other than steps is being done."""
+        self.activity: Activity | None = None
+        """What the watchdog knows of this process."""
         self._log_every = log_every
         self._pending: list[StepRecord] = []
         self._has_news = False
         """Steps were sent since the last `refreshed`."""
         self._flushed_at = perf_counter()
+        self._lock = threading.RLock()
+        """Sinks get one call at a time, also when the watchdog reports a hang."""
 
     def stepped(self, record: StepRecord) -> None:
         self._pending.append(record)
@@ -187,7 +200,12 @@ class Telemetry:
     def doing(self, what: str | None) -> None:
         self._flush()
         self.is_busy = what is not None
+        if self.activity is not None:
+            self.activity.doing(what)
         self._send("doing", what)
+
+    def hangs(self, about: Mapping[str, Any]) -> None:
+        self._send("hangs", about)
 
     def saving(self, step: int, num_committed: int) -> None:
         self._flush()
@@ -212,8 +230,13 @@ class Telemetry:
                 stack.callback(self._send_to, sink, "close")
 
     def _send(self, what: str, *about: Any) -> None:
-        for sink in list(self.sinks):
-            self._send_to(sink, what, *about)
+        has_lock = self._lock.acquire(timeout=LOCK_SECONDS)
+        try:
+            for sink in list(self.sinks):
+                self._send_to(sink, what, *about)
+        finally:
+            if has_lock:
+                self._lock.release()
 
     def _send_to(self, sink: Sink, what: str, *about: Any) -> None:
         try:

@@ -15,6 +15,7 @@ from ..core.incident import STATE_AUDIT, Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
 from ..data.stream import BatchStream
+from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
 from ..errors import TrainingStopped
 from ..optim.forecast import doubt
@@ -26,6 +27,7 @@ from ..step.step import Step
 from ..telemetry.watch import watching
 from ..tensors.rng import RandomState
 from .evaluation import Evaluation
+from .hangs import watching_for_hangs
 from .run import Run
 
 
@@ -140,6 +142,11 @@ def open_session(
     with ExitStack() as stack:
         stack.push(lambda kind, error, trace: checkpoints.close(error))
         stack.callback(stream.close)
+        run.telemetry.activity = activity = step.exchange.watchdog.activity
+        stream.watched_by(activity, STEP)
+        if evaluation.stream is not None:
+            evaluation.stream.watched_by(activity, BATCH)
+        stack.enter_context(watching_for_hangs(run, step.exchange, config.loop))
         stack.callback(recovery.report_changes)
         if config.loop.deterministic:
             stack.enter_context(deterministic_algorithms())

@@ -303,6 +303,22 @@ def test_parts_of_sharded_tensors_are_computed():
         assert "To fix: shard weight with Shard and Replicate only" in message
 
 
+def test_a_hang_is_reported_without_the_worker_it_waits_for():
+    iterator = iter(DataLoader(list(range(4)), num_workers=1, generator=torch.Generator()))
+
+    class InLoader:
+        """A frame of the thread that trains, as far as it is looked at."""
+
+        f_code = type("Code", (), {"co_filename": torch.utils.data.dataloader.__file__})
+        f_locals = {"self": iterator}  # noqa: RUF012
+
+    wait = dataloader.waited_for([InLoader()])
+    assert (wait.worker, wait.batch) == (0, 0)
+    with feature.without("loader_wait"):
+        assert dataloader.waited_for([InLoader()]) is None
+    assert list(iterator) == [0, 1, 2, 3]
+
+
 def test_no_feature_is_forgotten():
     """A new one needs a test here that says what becomes of its users."""
     text = Path(__file__).read_text()

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import torch
 from process_group import outcomes_of, run_ranks
+from records import journal
 from small import make_batches, make_model, mse
 from torch.utils.data import Dataset
 
 from safetrain import SafeTrainer
+from safetrain.distributed import activity, watchdog
 from safetrain.errors import RankError
+from safetrain.trainer import hangs
 
 GUILTY = 1
 BAD_STEP = 3
@@ -23,9 +28,25 @@ class Quiet(SafeTrainer):
         if self.machine.rank == GUILTY and self.step == BAD_STEP:
             if self.fault == "hang":
                 threading.Event().wait(100)
+            if self.fault == "stopped":
+                helper = self.let_go_when_named()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                helper.wait()
             if self.fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
         return mse(model, batch)
+
+    def let_go_when_named(self):
+        code = (
+            "import os, pathlib, signal, sys, time\n"
+            "deadline = time.monotonic() + 40\n"
+            'while time.monotonic() < deadline and \'"event": "hang"\' not in pathlib.Path(sys.argv[1]).read_text():\n'
+            "    time.sleep(0.1)\n"
+            "os.kill(int(sys.argv[2]), signal.SIGCONT)\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(self.run.shared_dir / "journal.jsonl"), str(os.getpid())]
+        )
 
     def on_commit(self, view):
         if self.fault == "hook" and self.machine.rank == GUILTY and view.step == BAD_STEP:
@@ -59,12 +80,38 @@ def run(rank, fault, run_dir, timeout):
     trainer(fault, run_dir, rank_timeout_seconds=timeout).fit()
 
 
-def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path):
-    outcome = outcomes_of(run, 2, "hang", str(tmp_path / "run"), 15.0, timeout=120)[0]
-    assert outcome.error == "RankError"
-    assert f"rank {GUILTY} is missing: in its forward pass of step {BAD_STEP}" in outcome.message
-    assert "threading.Event().wait(100)" in outcome.message
-    assert "rank_timeout_seconds" in outcome.message
+def run_impatient(rank, fault, run_dir, timeout):
+    """What hangs is late after half a second already."""
+    activity.FLOOR_SECONDS = 0.5
+    watchdog.ANSWER_SECONDS = 1.5
+    run(rank, fault, run_dir, timeout)
+
+
+def test_a_hanging_rank_is_named_long_before_the_timeout_and_ends_where_it_hangs(tmp_path):
+    first, guilty, third = outcomes_of(run_impatient, 3, "hang", str(tmp_path / "run"), 8.0, timeout=120)
+    hang, *_ = [line for line in journal(tmp_path / "run") if line["event"] == "hang"]
+    assert hang["seconds"] < 8.0 * hangs.EARLIER
+    assert (hang["step"], hang["ranks"], hang["unit"]) == (BAD_STEP, [GUILTY], "step")
+    place = hang["places"][str(GUILTY)]
+    assert (place["phase"], place["code"]) == ("forward pass", "threading.Event().wait(100)")
+    assert "training_step" in place["stacks"]
+    assert guilty.error == "HangError"
+    assert "threading.Event().wait(100)" in guilty.traceback
+    for other in (first, third):
+        assert other.error == "RankError"
+        assert f"rank {GUILTY} raised HangError at step {BAD_STEP}" in other.message
+    saved = [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")]
+    assert f"step-{BAD_STEP:08d}" in saved, "nothing that was learned is lost"
+
+
+def test_a_stopped_rank_is_named_while_it_is_stopped(tmp_path):
+    """SIGSTOP also stops its watchdog; it goes on when the others have named it."""
+    run_ranks(run_impatient, 2, "stopped", str(tmp_path / "run"), 60.0, timeout=120)
+    hang, over = [line for line in journal(tmp_path / "run") if line["event"] == "hang"]
+    assert hang["ranks"] == [GUILTY]
+    assert hang["places"][str(GUILTY)]["gone"]
+    assert "it is stopped (SIGSTOP or a debugger)" in hang["text"]
+    assert over["over"]
 
 
 def test_a_killed_rank_is_named(tmp_path):
