@@ -9,7 +9,7 @@
     │   └── CheckpointError   a checkpoint cannot be written, or none can be loaded
     ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── RankError             another process of the run failed, or does not answer  exit code 1
-    ├── HangError            a step, an evaluation or a save did not go on          exit code 1
+    ├── HangError             a step, an evaluation or a save did not go on          exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
     └── Interrupted           SIGINT, SIGTERM, …; the step was finished and saved    exit code 128 + signal
 
