@@ -82,6 +82,27 @@ class Cause:
 
 
 @dataclass
+class Link:
+    """One place on the way of the fatal value, from the bad operand back to where it came from."""
+
+    kind: str
+    """`operation` on the way; at its end `data`, `parameter`, `buffer`, `constant`, `random`, `cancellation`, `rounding` or
+    `unknown`."""
+    name: str
+    """Of the operation, the batch field or the parameter."""
+    index: str = ""
+    """Which elements: `[4, :]`."""
+    value: str = ""
+    text: str = ""
+    """All of it in words."""
+    file: str | None = None
+    line: int | None = None
+    code: str | None = None
+    rows: list[int] = field(default_factory=list)
+    """Of data: which samples of the batch."""
+
+
+@dataclass
 class Remedy:
     name: str
     finite: bool
@@ -125,6 +146,8 @@ class Incident:
     """Directory of the bundle on disk, relative to the run directory; None when none was written."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """With several processes: what each rank reports of its part of the step. `rank` is the one at fault."""
+    lineage: list[Link] = field(default_factory=list)
+    """Where the fatal value came from: the bad operand first, then what it was made of, back to data, a parameter or a constant."""
 
     @property
     def id(self) -> str:

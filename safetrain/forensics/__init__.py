@@ -19,6 +19,7 @@ ownership.py      whose code a file is: the user's, a library's, Python's
 update.py         the same for the optimizer's step
 raised.py         exceptions that are raised because of numbers
 causes.py         the table of rules that name the cause; the closed list of causes is core/causes.py
+lineage/          from the fatal value back to where it came from
 samples.py        which elements of the batch
 samples_of.py     a batch as a row of samples
 remedies.py       what would have kept the step finite, tried

@@ -71,6 +71,8 @@ class Finding:
     error: Exception | None = None
     """What the step raised."""
     notes: list[str] = field(default_factory=list)
+    cause_label: str = "unknown"
+    """Once it was judged."""
 
     @property
     def facts(self) -> Facts | None:

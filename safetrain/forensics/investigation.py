@@ -6,6 +6,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._private.autograd import TRACING
-from ..core.incident import Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger
+from ..core.incident import Cause, Incident, Link, Origin, Outcome, Remedy, Replay, Trigger
 from . import remedies as remedy_trials
 from . import samples as sample_search
 from .causes import judge
 from .finding import Finding, locate, locate_buffer, locate_error
 from .fixes import suggest
+from .lineage import lineage_of
 from .path import propagation
 from .raised import explain_error, is_numeric
 from .replay import Replayer, Result, Trace, is_same_loss
@@ -48,6 +50,8 @@ class Diagnosis:
     cause: Cause = field(default_factory=Cause)
     samples: list[int] = field(default_factory=list)
     propagation: list[str] = field(default_factory=list)
+    lineage: list[Link] = field(default_factory=list)
+    """From the bad operand back to where its value came from."""
     remedies: list[Remedy] = field(default_factory=list)
     fix: str = ""
     replay: Replay = field(default_factory=Replay)
@@ -63,7 +67,7 @@ class Diagnosis:
 
     def fill(self, incident: Incident) -> None:
         """Put the answers into an incident that a trainer made."""
-        for name in ("origin", "cause", "samples", "propagation", "remedies", "fix", "replay"):
+        for name in ("origin", "cause", "samples", "propagation", "lineage", "remedies", "fix", "replay"):
             setattr(incident, name, getattr(self, name))
 
 
@@ -168,6 +172,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         finding.finite_in_fp32 = remedy_trials.in_fp32(replayer).finite
     diagnosis.origin = finding.origin()
     diagnosis.cause = judge(finding)
+    finding.cause_label = diagnosis.cause.label
     if len(replayer.step.window) > 1:
         diagnosis.cause.explanation += f"; in micro-batch {trace.micro_batch} of {len(replayer.step.window)}"
     diagnosis.propagation = propagation(finding, replayer)
@@ -181,6 +186,8 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         diagnosis.samples = found.guilty
         if found.note and (found.guilty or found.failed):
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
+    if effort.lineage and (effort.samples or effort.remedies):
+        diagnosis.lineage = _trace_back(replayer, finding, found.guilty)
     if effort.remedies and not effort.is_known(diagnosis.origin):
         trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
         diagnosis.remedies = remedy_trials.try_all(trials)
@@ -195,6 +202,13 @@ def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Sam
         return sample_search.search(replayer, finding, effort.max_replays // 2)
     except Exception as error:
         return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
+
+
+def _trace_back(replayer: Replayer, finding: Finding, samples: list[int]) -> list[Link]:
+    """Where a value came from is worth a line; that it cannot be said must not cost the rest of the answer."""
+    with suppress(Exception):
+        return lineage_of(replayer, finding, samples)
+    return []
 
 
 def _anomaly(replayer: Replayer) -> str:

@@ -18,7 +18,7 @@ from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
 from .storages import Region
-from .tracer import Intervention, Tracer
+from .tracer import Intervention, Observer, Tracer
 from .values import FINITE, INF, is_mask, kind_of, numbers, same_bits
 
 
@@ -162,15 +162,21 @@ class Replayer:
 
     # ---- traced ----------------------------------------------------------------------------------------------------
 
-    def traced(self, interventions: Mapping[int, Intervention] | None = None, micro_batch: int | None = None) -> Trace:
-        """Trace the micro-batches in order, up to the first bad one. Interventions apply to `micro_batch` only."""
+    def traced(
+        self,
+        interventions: Mapping[int, Intervention] | None = None,
+        micro_batch: int | None = None,
+        observer: Observer | None = None,
+    ) -> Trace:
+        """Trace the micro-batches in order, up to the first bad one. Interventions and observer apply to `micro_batch` only."""
         self.num_replays += 1
         self.sandbox.rewind()
         losses: list[Tensor] = []
         window = self.step.window
         for index, batch in enumerate(window):
-            changed = interventions if micro_batch in (None, index) else None
-            trace = self._trace_one(index, fresh(batch), len(window), changed)
+            is_meant = micro_batch in (None, index)
+            changed, watching = (interventions, observer) if is_meant else (None, None)
+            trace = self._trace_one(index, fresh(batch), len(window), changed, watching)
             if trace.loss is not None:
                 losses.append(trace.loss)
             trace.losses = losses
@@ -180,9 +186,14 @@ class Replayer:
         return trace
 
     def _trace_one(
-        self, index: int, batch: Any, num_batches: int, interventions: Mapping[int, Intervention] | None
+        self,
+        index: int,
+        batch: Any,
+        num_batches: int,
+        interventions: Mapping[int, Intervention] | None,
+        observer: Observer | None,
     ) -> Trace:
-        tracer = Tracer(_run_traced.__code__, interventions, self.sandbox.before_write)
+        tracer = Tracer(_run_traced.__code__, interventions, self.sandbox.before_write, observer)
         trace = Trace(tracer, self._leaves(tracer, batch), index, batch)
         with torch.compiler.set_stance("force_eager"), tracer.recording():
             _run_traced(self, trace, num_batches)
@@ -193,11 +204,11 @@ class Replayer:
 
     def _leaves(self, tracer: Tracer, batch: Any) -> dict[int, Leaf]:
         found: dict[int, Leaf] = {}
-        for kind, name, tensor in self._named_leaves(batch):
+        for kind, name, tensor in self.named_leaves(batch):
             found.setdefault(tracer.storages.region(tensor).storage, Leaf(kind, name, _is_mask(kind, tensor)))
         return found
 
-    def _named_leaves(self, batch: Any) -> Iterator[tuple[str, str, Tensor]]:
+    def named_leaves(self, batch: Any) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield "parameter", name, parameter
         for name, buffer in self.model.named_buffers():
@@ -215,7 +226,7 @@ class Replayer:
     def examine_leaf(self, leaf: Leaf, batch: Any) -> list[dict[str, Any]]:
         """Statistics of that tensor, as of an operand; empty when no tensor has its name."""
         with suppress(Exception):  # statistics are a help, never a reason to fail
-            for kind, name, tensor in self._named_leaves(batch):
+            for kind, name, tensor in self.named_leaves(batch):
                 if (kind, name) == (leaf.kind, leaf.name):
                     return [examined(name, tensor)]
         return []

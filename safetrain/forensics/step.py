@@ -65,6 +65,8 @@ class Effort:
     is_known: Callable[[Origin], bool] = lambda origin: False
     """Remedies are not tried again for an origin for which this returns True."""
     samples: bool = True
+    lineage: bool = True
+    """Say where the fatal value came from, for one more replay. Not with neither samples nor remedies."""
     anomaly: bool = False
     """Also replay the step in autograd's anomaly mode, and report its message."""
     max_replays: int = 64

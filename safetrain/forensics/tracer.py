@@ -6,7 +6,7 @@ The tracer judges nothing. `provenance.py` walks its record backwards from a bad
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -39,10 +39,25 @@ LARGEST_COPY = 50_000_000
 Intervention = Callable[[Any], Any]
 
 
+class Call(NamedTuple):
+    """What an op was called with and gave, for an observer."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    operands: list[tuple[str, Tensor, Tensor]]
+    """Name, the values that were read, and the tensor itself, which an in-place op has overwritten since."""
+    outputs: list[Tensor]
+
+
+Observer = Callable[["Tracer", "Event", Any, Call], None]
+
+
 class Access(NamedTuple):
     name: str
     region: Region
     kind: int
+    is_dense: bool = False
+    """Every element of the region was written."""
 
 
 @dataclass(eq=False)
@@ -96,6 +111,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         until: CodeType | None = None,
         interventions: Mapping[int, Intervention] | None = None,
         before_write: Callable[[Tensor], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
@@ -109,6 +125,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._until = until
         self._interventions = interventions or {}
         self._before_write = before_write
+        self._observer = observer
         self._num_events = self._num_stable = self._num_facts = 0
         self.unwritten: dict[int, bool] = {}
         """Storages with bad values that no traced op wrote, and whether they look like a mask."""
@@ -129,6 +146,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (access.kind >= kind or event.uninitialised) and access.region.overlaps(region):
                 latest = event
         return latest
+
+    def writers(self, region: Region, before: int, is_empty: bool = False) -> Iterator[Event]:
+        """Every op before the event `before` that wrote into the region, latest first, down to one that wrote all of it.
+
+        An empty region overlaps nothing: of it, whatever wrote its storage.
+        """
+        for event, access in reversed(self._writers.get(region.storage, ())):
+            if event.index < before and (is_empty or access.region.overlaps(region)):
+                yield event
+                covers = access.region.start <= region.start and access.region.stop >= region.stop
+                if covers and access.is_dense and not event.uninitialised:
+                    return
+
+    def num_writes(self, storage: int) -> int:
+        """So far."""
+        return self._generation.get(storage, 0)
 
     def forward_of(self, event: Event) -> Event | None:
         """The forward op whose derivative was running; through double backward down to the op that was typed."""
@@ -188,6 +221,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = {name: before.get(id(tensor), tensor) for name, tensor in operands}
             with contextlib.suppress(Exception):  # statistics are a help, never a reason to fail
                 event.facts = examine(func, args, kwargs, values, outputs)
+        if self._observer is not None:
+            read = [(name, before.get(id(tensor), tensor), tensor) for name, tensor in operands]
+            with contextlib.suppress(
+                Exception
+            ):  # an odd tensor that cannot be kept is only missing from the explanation
+                self._observer(self, event, func, Call(args, kwargs, read, outputs))
         self.events.append(event)
         return result
 
@@ -265,7 +304,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if event.op == "nan_to_num" and event.kind_in == INF and kind == FINITE:
             # Inf replaced by the largest float is as good as Inf: the next sum overflows.
             kind = self._known_kinds[self._key(tensor, region)] = INF
-        access = Access("output", region, kind)
+        access = Access("output", region, kind, tensor.layout is torch.strided and tensor.is_contiguous())
         event.writes.append(access)
         self._writers.setdefault(region.storage, []).append((event, access))
 

@@ -58,6 +58,7 @@ def compact(incident: Incident, command: str = "", is_repeated: bool = False) ->
         *_first_bad_operation(incident, context=1),
         *paragraph("WHY", _why(incident), max_lines=2 + more),
         *paragraph("INPUTS", _whose_inputs(incident) + inputs if inputs else "", max_lines=2 + more),
+        *came_from(incident, max_lines=3 + more),
         *_samples(incident),
         *paragraph("FIX", _fix(incident), max_lines=4 + more),
         *replay_rows(incident, command),
@@ -78,7 +79,7 @@ def answers(incident: Incident) -> list[str]:
     for index, operand in enumerate(incident.origin.inputs[:6]):
         whose = _whose_inputs(incident) if index == 0 else ""
         lines += paragraph("INPUTS" if index == 0 else "", whose + describe_operand(operand))
-    lines += [*_samples(incident), *paragraph("FIX", _fix(incident))]
+    lines += [*came_from(incident, max_lines=8), *_samples(incident), *paragraph("FIX", _fix(incident))]
     for index, remedy in enumerate(incident.remedies):
         loss = f", loss {exact(remedy.loss)}" if remedy.finite and remedy.loss is not None else ""
         outcome = f"finite{loss}" if remedy.finite else "still bad"
@@ -234,6 +235,18 @@ def _fix(incident: Incident) -> str:
     return f"{incident.fix} (not verified: no remedy was tried on this step)"
 
 
+def came_from(incident: Incident, max_lines: int) -> list[str]:
+    """From the bad operand back to where its value came from. The end says most, so what is left out is in the middle."""
+    links = [link.text for link in incident.lineage]
+    for num_left_out in range(max(len(links) - 1, 1)):
+        middle = len(links) - 1 - num_left_out
+        shown = links if num_left_out == 0 else [*links[:middle], "…", links[-1]]
+        lines = paragraph("CAME FROM", " ← ".join(shown))
+        if len(lines) <= max_lines:
+            return lines
+    return paragraph("CAME FROM", " ← ".join([*links[:1], "…", *links[-1:]]), max_lines=max_lines)
+
+
 def replayed(incident: Incident) -> str:
     reproduced = {
         True: "reproduced",
@@ -272,6 +285,8 @@ def markdown(incident: Incident) -> str:
         "## Inputs of the operation",
         _operand_table([*origin.inputs, *origin.outputs]),
         f"Samples of the batch: {listed(incident.samples, NUM_SAMPLES)}." if incident.samples else "",
+        "## Where the value came from",
+        _lineage(incident),
         "## Way of the bad value",
         " → ".join(_code(step) for step in incident.propagation),
         "## Fix",
@@ -291,6 +306,16 @@ def _called_from(incident: Incident) -> str:
     library = incident.origin.library or "a library"
     text = f"The operation is inside {_prose(library)}; your own code called it in {_code(caller.function)}:"
     return f"{text}\n\n{_listing(caller_lines(incident, context=2))}"
+
+
+def _lineage(incident: Incident) -> str:
+    lines = []
+    for number, link in enumerate(incident.lineage, 1):
+        where = (
+            f", {_code(link.code)} ({_code(f'{as_typed(link.file)}:{link.line}')})" if link.file and link.code else ""
+        )
+        lines.append(f"{number}. {_prose(link.text)}{where}")
+    return "\n".join(lines)
 
 
 def _title(incident: Incident) -> str:

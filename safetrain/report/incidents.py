@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.incident import CalledFrom, Cause, Incident, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
+from ..core.incident import CalledFrom, Cause, Incident, Link, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
 
 MAX_WHOLE = 60
 """Incidents that are shown in full: the first ones, the first one at every further place, and the last."""
@@ -142,6 +142,7 @@ def incident_from(found: dict[str, Any]) -> Incident:
         [_part(Remedy("", False), remedy) for remedy in found.get("remedies") or []],
         str(found.get("fix") or ""),
         _part(Replay(), found.get("replay")),
+        lineage=[_part(Link("", ""), link) for link in found.get("lineage") or []],
     )
     restore_numbers(incident)
     incident.decision.reasons = [str(reason) for reason in incident.decision.reasons or []]
