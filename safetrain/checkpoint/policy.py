@@ -308,8 +308,8 @@ class CheckpointPolicy:
     def rollback(self, to: str, skip_windows: int = 0) -> tuple[int, int]:
         """Restore an earlier state; returns the step it is of, and how many committed steps it has in it."""
         step, state = self._earlier_state(to)
+        self._parts.clear_gradients()  # first: they take as much room as the weights
         state.restore_training(self._parts)
-        self._parts.clear_gradients()
         self._stream.skip(skip_windows * self._loop.grad_accum)
         steps = state.rest["num_committed"]
         self._run.rolled_back(step, steps, to)

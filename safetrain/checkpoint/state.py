@@ -17,6 +17,7 @@ from .._private.modules import is_saved
 from ..errors import CheckpointError, UsageError
 from ..guards import REGISTRY
 from ..tensors.rng import RandomState, seed_everything
+from ..tensors.saved import overlaps_itself
 from ..tensors.sharded import empty_like, is_dtensor, local, put, shard_like
 from .plain import from_loadable, to_loadable
 
@@ -240,11 +241,19 @@ class TrainState:
     def _restore_optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         packed = saved["packed"]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        in_place: set[str] = set()
         for name, (index, key) in saved["tensors"].items():
             value = self.tensors[name]
+            own = None
             if isinstance(index, int) and index < len(parameters):
+                own = optimizer.state.get(parameters[index], {}).get(key)
                 value = shard_like(value, parameters[index])
-            packed["state"].setdefault(index, {})[key] = value.clone()
+            if own is not None and _fits(
+                own, value
+            ):  # there is no room for a second copy on a device that training has filled
+                put(own, value)
+                in_place.add(name)
+            packed["state"].setdefault(index, {})[key] = own if name in in_place else value.clone()
         try:
             optimizer.load_state_dict(packed)
         except (ValueError, KeyError) as error:
@@ -253,6 +262,9 @@ class TrainState:
             ) from error
         # Loading casts moments to their parameter's type; the exact bits are put back.
         for name, (index, key) in saved["tensors"].items():
+            if name in in_place:
+                optimizer.state[parameters[index]][key] = packed["state"][index][key]
+                continue
             loaded = optimizer.state[parameters[index]].get(key) if isinstance(index, int) else None
             if isinstance(loaded, Tensor) and loaded.dtype != self.tensors[name].dtype:
                 value = shard_like(self.tensors[name], parameters[index])
@@ -261,6 +273,18 @@ class TrainState:
     def _restore_ema(self, ema: Ema) -> None:
         for name, average in ema.weights.items():
             put(average, self._tensor(f"ema/{name}", average))
+
+
+def _fits(own: Any, value: Tensor) -> bool:
+    """The tensor that the optimizer has now can take the saved values."""
+    if not isinstance(own, Tensor) or is_dtensor(own) != is_dtensor(value):
+        return False
+    return (
+        own.shape == value.shape
+        and own.dtype == value.dtype
+        and own.layout is torch.strided
+        and not overlaps_itself(own)
+    )
 
 
 def check_dense(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors.devices import widest_float
 from .histogram import histogram
 from .schemas import schema_of
 from .values import FINITE, bad_positions, kind_of, marked_rows, numbers, statistics, values_at
@@ -137,7 +138,11 @@ def _repeat_in_fp64(
 
 def _doubled(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float64, copy=True) if value.is_floating_point() else value.detach().clone()
+        return (
+            value.detach().to(widest_float(value.device), copy=True)
+            if value.is_floating_point()
+            else value.detach().clone()
+        )
     if isinstance(value, (list, tuple)):
         return type(value)(_doubled(item) for item in value)
     if isinstance(value, torch.dtype) and value.is_floating_point:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors.devices import wide, widest_float
 from .values import numbers, values_at
 
 NUM_BINS = 32
@@ -44,7 +45,7 @@ def histogram(tensor: Tensor, bad: Tensor | None = None) -> dict[str, Any] | Non
 
 
 def _countable(values: Tensor) -> Tensor:
-    return values[torch.isfinite(values) & (values != 0)].double()
+    return wide(values[torch.isfinite(values) & (values != 0)])
 
 
 def _edges(values: Tensor) -> tuple[list[float], str]:
@@ -86,7 +87,7 @@ def _distinct(edges: Any) -> list[float]:
 def _counts(values: Tensor, edges: list[float]) -> list[int]:
     if not edges:
         return []
-    inner = torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device)
+    inner = torch.tensor(edges[1:-1], dtype=widest_float(values.device), device=values.device)
     found = torch.bincount(torch.bucketize(values, inner, right=True), minlength=len(edges) - 1)
     counts: list[int] = found.tolist()
     return counts

@@ -17,10 +17,12 @@ from ..core import progress
 from ..core.incident import Remedy
 from ..precision.autocast import LOW_PRECISION, cast_floats, model_as
 from ..precision.islands import kept_in_fp32
+from ..tensors.devices import is_host
 from ..tensors.gradients import collect, overflow_free_norm
 from ..tensors.nest import map_tensors, tensors_in
 from .backward_functions import SUFFIX, find_function
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
+from .on_host import MAX_ON_HOST, in_double_on_host
 from .replay import Replayer, Result
 from .samples import Samples
 from .substitutes import SUBSTITUTES, Patch, SafeVariant
@@ -240,10 +242,14 @@ def smaller_loss_scale(trials: Trials) -> Iterator[Remedy]:
 def double_precision(trials: Trials) -> Iterator[Remedy]:
     if trials.finding.phase == "optimizer":
         return
-    window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
-    yield trials.replay(
-        "fp64", "the whole step in double precision", model_as(trials.models, torch.float64), window=window
-    )
+    detail = "the whole step in double precision"
+    tensors = [*trials.replayer.parameters.values(), *trials.replayer.model.buffers()]
+    if all(is_host(tensor.device) for tensor in tensors):
+        window = [cast_floats(batch, torch.float64) for batch in trials.replayer.step.window]
+        yield trials.replay("fp64", detail, model_as(trials.models, torch.float64), window=window)
+    elif sum(tensor.numel() for tensor in tensors) <= MAX_ON_HOST:
+        # A device that training has filled has no room for it, and may not have that type at all.
+        yield trials.judged("fp64", f"{detail}, on the host", in_double_on_host(trials.replayer))
 
 
 def zero_bad_values(trials: Trials) -> Iterator[Remedy]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._private.storage import storage_identity
 from ..tensors.devices import note_in_use
 from ..tensors.rng import GENERATORS, RandomState
-from ..tensors.saved import Captured
+from ..tensors.saved import Captured, on_host
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 MAX_ITEMS = 10_000
@@ -59,7 +59,7 @@ class Sandbox:
         """The tracer calls it: some step functions write to parameters, and those are copied before the first write."""
         parameter = self._by_address.get(_address(tensor))
         if parameter is not None and id(parameter) not in self._overwritten:
-            self._overwritten[id(parameter)] = (parameter, parameter.detach().clone())
+            self._overwritten[id(parameter)] = (parameter, on_host(parameter))
 
     def rewind(self) -> None:
         self._restore(self._start_random, self._start_buffers)

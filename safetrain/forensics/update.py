@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..tensors.saved import Captured
+from ..tensors.saved import Captured, on_host
 from .finding import LOSS, Finding, describe
 from .frames import user_place
 from .provenance import Provenance, primary
@@ -27,7 +27,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     It runs on the real parameters, because hooks of an optimizer (clipping) hold on to them.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+    values = [(p, on_host(p), p.grad, None if p.grad is None else on_host(p.grad)) for p in parameters]
     held = Captured([vars(optimizer)])
     try:
         yield

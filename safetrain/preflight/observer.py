@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._private.autograd import TRACING, TorchDispatchMode, modes_off, op_schema
 from .._private.modules import convolutions, norms_over_channels
+from ..tensors.devices import wide
 from ..tensors.nest import named_tensors
 
 FP16_MAX = 65504.0
@@ -301,7 +302,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _add_output(layer: Layer, leaf: Tensor) -> None:
     values = leaf.float()
     layer.max_abs = _larger(layer.max_abs, _peak(values))
-    layer.squares += float(values.double().square().sum())
+    layer.squares += float(wide(values).square().sum())
     layer.num_values += values.numel()
 
 
@@ -328,7 +329,7 @@ def _mean_of(call: LossCall, result: Tensor) -> float:
     reduction, count = call.arguments.get("reduction", "mean"), max(call.target.numel(), 1)
     if call.has_class_indices:
         count = int((call.target != call.arguments.get("ignore_index", -100)).sum())
-    total = float(result.double().sum())
+    total = float(wide(result).sum())
     return total if reduction == "mean" else total / count if count else math.nan
 
 

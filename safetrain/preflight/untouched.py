@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..tensors.devices import wide
 from ..tensors.rng import RandomState
 from ..tensors.saved import Captured
 from .belongings import Belongings
@@ -58,10 +59,8 @@ class Untouched:
     @torch.no_grad()
     def weight_change(self) -> float:
         """How far the weights have moved since, relative to their size; Inf if they are not finite."""
-        moved = sum(
-            float((p.data - value).double().square().sum()) for p, _, value, _ in self._parameters if _is_real(p)
-        )
-        size = sum(float(value.double().square().sum()) for p, _, value, _ in self._parameters if _is_real(p))
+        moved = sum(float(wide(p.data - value).square().sum()) for p, _, value, _ in self._parameters if _is_real(p))
+        size = sum(float(wide(value).square().sum()) for p, _, value, _ in self._parameters if _is_real(p))
         change = math.sqrt(moved / size) if size > 0 and math.isfinite(moved) else math.inf
         return change if moved > 0 or size > 0 else 0.0
 

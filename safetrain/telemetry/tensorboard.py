@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.incident import Incident
 from ..core.result import FitResult
 from ..incidents.render import markdown
+from ..tensors.devices import wide
 from .event_file import EventFile
 from .scalars import LAYOUT, eval_scalars, hyperparameters, step_scalars
 from .sink import ResumePoint, Sink, StepRecord
@@ -112,8 +113,8 @@ class TensorBoard(Sink):
             width = (high - low) / NUM_BINS
             counts = torch.histc(finite, NUM_BINS, low, high).tolist()
             limits = [low + width * (index + 1) for index in range(NUM_BINS)]
-            wide = finite.double()
-            sums = float(wide.sum()), float(wide.square().sum())
+            values = wide(finite)
+            sums = float(values.sum()), float(values.square().sum())
             self._add(self._summary.histogram_raw(name, low, high, finite.numel(), *sums, limits, counts), step)
         return values.numel() - finite.numel()
 

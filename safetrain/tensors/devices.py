@@ -149,6 +149,11 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In the widest type that its device has, so that sums of it are exact enough."""
+    return tensor.to(widest_float(tensor.device))
+
+
 def pinned(tensor: Tensor) -> Tensor:
     """The values in memory that a device can copy from while the host goes on, and that nobody else writes to. A tensor that is pinned
     already is returned as it is; where memory cannot be pinned, it is an ordinary copy."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._private import foreach
+from .devices import is_host
 from .rng import GENERATORS, restorer_of_generator
 from .sharded import local
 
@@ -84,6 +85,11 @@ class SavedTensors:
         return {id(tensor): self.value_of[id(tensor)] for tensor in self._odd}
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy of the values that takes no memory of a device: training may have filled it."""
+    return tensor.detach().clone() if is_host(tensor.device) else tensor.detach().cpu()
+
+
 def layout_of(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 
@@ -129,7 +135,7 @@ class Captured:
             self._restorers.append(restorer_of_generator(item))
         elif isinstance(item, Tensor):
             if not isinstance(item, nn.Parameter) and is_state(item):
-                self._restorers.append(partial(_copy, item.data, item.detach().clone()))
+                self._restorers.append(partial(_copy, item.data, on_host(item)))
         elif type(item) in CONTAINERS and self._fits(item):
             self._restorers.append(restorer_of_container(item))
             return list(item.values() if isinstance(item, dict) else item)

@@ -19,6 +19,7 @@ from ..data.stream import BatchStream
 from ..distributed.comm import Link
 from ..errors import DataError, LossError, UsageError
 from ..step.step import Step
+from ..tensors.devices import wide
 from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
 
@@ -117,7 +118,7 @@ def _totals(
                 continue
             loss, metrics = split_loss(step(window[0]), "evaluation_step")
             for name, value in {"loss": loss, **metrics}.items():
-                value = value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
+                value = wide(value.detach().reshape(())) if isinstance(value, Tensor) else float(value)
                 totals[name] = totals.get(name, 0.0) + value * count
                 weights[name] = weights.get(name, 0) + count
     return {name: float(total) for name, total in totals.items()}, weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ...core.numbers import amount
+from ...tensors.devices import wide
 from ..observer import LossCall
 from ..outcome import Outcome, Problems, passed, skipped, worst
 from ..registry import preflight_check
@@ -72,6 +73,6 @@ def _expected(call: LossCall) -> tuple[float, str] | None:
     if call.kind in ("binary_cross_entropy", "binary_cross_entropy_with_logits"):
         return math.log(2), "ln 2"
     if call.kind == "mse_loss" and call.target.numel() > 1:
-        square = float(call.target.double().square().mean())
+        square = float(wide(call.target).square().mean())
         return (square, "predicting 0") if square > 0 else None
     return None

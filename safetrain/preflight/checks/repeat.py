@@ -22,6 +22,7 @@ from ...core.numbers import amount, gibibytes, listed
 from ...core.view import StepView
 from ...data.sources import IterableSource, ListSource, MapSource, StatefulSource
 from ...errors import Interrupted
+from ...tensors.devices import wide
 from ...tensors.nest import named_tensors
 from ...trainer.trainer import SafeTrainer
 from ..outcome import Outcome, Unavailable, failed, graded, passed, warned
@@ -219,4 +220,4 @@ def _difference(one: Tensor, other: Tensor | None) -> float:
     if other is None or one.shape != other.shape:
         return 1.0
     largest = max(float(one.abs().max()), 1e-30)
-    return float((one.double() - other.double()).abs().max()) / largest
+    return float((wide(one) - wide(other)).abs().max()) / largest

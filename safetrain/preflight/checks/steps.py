@@ -17,6 +17,7 @@ from ...forensics import Effort, Step, diagnose
 from ...forensics.raised import is_numeric
 from ...forensics.scan import is_healthy
 from ...precision import islands
+from ...tensors.devices import wide
 from ...tensors.rng import seed_everything
 from ..observer import FP16_MAX, FP16_MIN
 from ..outcome import Outcome, Problems, failed, passed, skipped, warned, worst
@@ -189,11 +190,11 @@ def gradient_scale(subject: Subject) -> Outcome:
     problems = Problems()
     missing = [name for name, gradient in seen.gradients.items() if gradient is None]
     sizes = {
-        name: float(g.double().square().mean().sqrt())
+        name: float(wide(g).square().mean().sqrt())
         for name, g in seen.gradients.items()
         if g is not None and g.numel() and g.layout is torch.strided
     }
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in seen.gradients.values() if g is not None)) / max(
+    norm = math.sqrt(sum(float(wide(g).square().sum()) for g in seen.gradients.values() if g is not None)) / max(
         len(seen.losses), 1
     )
     if not any(sizes.values()):

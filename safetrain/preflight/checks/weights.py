@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..._private.modules import transposed_convolutions
 from ...core.numbers import amount, listed
+from ...tensors.devices import wide
 from ...tensors.rng import seed_everything
 from ...trainer.trainer import SafeTrainer
 from ..outcome import Outcome, Problems, failed, graded, passed, warned, worst
@@ -161,4 +162,4 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def _rms(weight: Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight.double())) / math.sqrt(max(weight.numel(), 1))
+    return float(torch.linalg.vector_norm(wide(weight))) / math.sqrt(max(weight.numel(), 1))

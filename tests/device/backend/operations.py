@@ -119,6 +119,8 @@ def _allocated(make, device):
 
 
 def _labelled(tensor, index):
+    if tensor.dtype is torch.float64 and not KNOBS.has_float64:
+        raise TypeError("Cannot convert a tensor to float64 on this device, which does not support it")
     LEDGER.check_room(index, tensor.untyped_storage().nbytes())
     return on_device(tensor, index)
 

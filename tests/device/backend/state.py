@@ -19,6 +19,7 @@ class Knobs:
     """Sums and products differ in the last bit from one run to the next, as atomic additions do."""
     pins: bool = True
     """Host memory can be pinned."""
+    has_float64: bool = True
     is_poisoned: bool = False
     has_raised: bool = False
 
