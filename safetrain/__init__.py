@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .guards import Guard
+    from .hosts.guard import LoopGuard, watch
     from .preflight import CheckReport, check
     from .trainer.trainer import SafeTrainer
 
@@ -51,6 +52,7 @@ _HOMES = {
         "UsageError",
     ),
     "guards": ("Guard",),
+    "hosts.guard": ("LoopGuard", "watch"),
     "core.incident": ("Incident",),
     "core.options": ("option",),
     "preflight": ("CheckReport", "check"),
@@ -74,6 +76,7 @@ __all__ = [
     "Incident",
     "Interrupted",
     "Limits",
+    "LoopGuard",
     "LossError",
     "NonFiniteError",
     "RunDirectoryError",
@@ -87,6 +90,7 @@ __all__ = [
     "load_config",
     "option",
     "safe",
+    "watch",
 ]
 
 

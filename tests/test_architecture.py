@@ -28,6 +28,7 @@ ARROW = [
     "step",
     "recovery",
     "trainer",
+    "hosts",
     "safe",
     "lint",
     "preflight",

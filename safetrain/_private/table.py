@@ -14,6 +14,7 @@ from .elastic import LAUNCHER
 from .feature import WITHOUT, Feature, turned_off
 from .foreach import FOREACH
 from .fused import SKIP
+from .host import LISTENING
 from .modules import BASE_CLASSES, SAVED_BUFFERS
 from .storage import SPARSE_VALUES
 
@@ -33,6 +34,7 @@ FEATURES: tuple[Feature, ...] = (
     IN_THIS_PROCESS,
     WAIT,
     KEEP_MEMORY,
+    LISTENING,
 )
 
 

@@ -174,8 +174,9 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    console: str = option("auto", choices=("auto", "plain", "json", "off"))
-    """What is printed: `auto` draws live progress on a terminal and plain lines elsewhere, `json` prints the journal's lines."""
+    console: str = option("auto", choices=("auto", "plain", "incidents", "json", "off"))
+    """What is printed: `auto` draws live progress on a terminal and plain lines elsewhere, `incidents` leaves the lines about
+    healthy steps out (as `safetrain.watch` does unless told otherwise), `json` prints the journal's lines."""
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
     histograms_every: int | None = option(None, ge=1)

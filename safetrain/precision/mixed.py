@@ -68,11 +68,14 @@ class Precision:
         self._is_unscaled = True
         self._has_gradients = any(p.grad is not None for p in parameters)
         self._scaler.unscale_(optimizer)
+        self._unscale_others(self._scaler, optimizer, parameters)
+
+    def _unscale_others(self, scaler: torch.amp.GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if others := [p for p in parameters if id(p) not in moved and p.grad is not None]:
             # The scaler knows gradients by their optimizer. This one is never stepped.
             self._for_unmoved = torch.optim.SGD(others, lr=0.0)
-            self._scaler.unscale_(self._for_unmoved)
+            scaler.unscale_(self._for_unmoved)
 
     def loss_scale(self) -> Tensor | None:
         """fp16: the current loss scale, on the device."""

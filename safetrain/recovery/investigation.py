@@ -88,6 +88,8 @@ class Investigator:
         incident = case.incident
         diagnosis.fill(incident)
         case.diagnosis = diagnosis
+        if diagnosis.healthy and (blind_spot := self._step.blind_spot()):  # no transient fault: it was not run again
+            incident.cause, incident.replay.reproduced = Cause("unknown", blind_spot), None
         if diagnosis.origin.phase == "params" and case.num_committed > 0 and not case.is_late:
             # It was finite when the run began, so how it was initialised is not to blame.
             incident.cause.explanation += ": an update before it, or something between the steps, has made it so"

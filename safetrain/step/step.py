@@ -85,6 +85,8 @@ class Step:
         """Modules that take part in a step without being part of the model: a loss with buffers, say."""
         self.stateful: dict[str, Stateful] = {}
         """Further parts that are saved and restored with the step's own."""
+        self.blind_spot: Callable[[], str] = str
+        """For people: which part of a step a replay cannot run, if there is one."""
         self._is_checked = False
 
     def _find_parameters(self) -> None:

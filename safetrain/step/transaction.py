@@ -116,6 +116,14 @@ class Transaction:
             [local(weight.detach()).to("cpu", copy=True) for weight in self._unwritten] if is_probe else None
         )
 
+    def extend(self, window: Sequence[Any]) -> None:
+        """Further micro-batches of the step that was begun."""
+        new = [tensor for batch in window for tensor in tensors_in(batch) if not tensor.is_inference()]
+        self._batch += new
+        self._batch_versions += map(_VERSION, new)
+        if self._batch_values is not None:
+            self._batch_values += [tensor.detach().clone() for tensor in new]
+
     def notice_writes(self) -> None:
         """After backward: from now on remember what this step wrote to. Costs a look at the version counters."""
         if self.random_state.python is not None:

@@ -56,7 +56,7 @@ def _console(config: Config) -> list[Sink]:
         from .live import LiveConsole
 
         return [LiveConsole(config.loop.log_every)]
-    return [Console(config.loop.log_every)]
+    return [Console(None if mode == "incidents" else config.loop.log_every)]
 
 
 def _curves(config: Config, config_text: str, run_dir: Path, resume: ResumePoint | None) -> list[Sink]:

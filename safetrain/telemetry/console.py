@@ -41,9 +41,9 @@ def is_watched() -> bool:
 
 
 class Console(Sink):
-    """One line per `loop.log_every` steps, and everything else as it happens."""
+    """One line per `loop.log_every` steps (None: no such lines), and everything else as it happens."""
 
-    def __init__(self, log_every: int, is_terminal: bool = False) -> None:
+    def __init__(self, log_every: int | None, is_terminal: bool = False) -> None:
         self._out = open_output(is_terminal)
         self._log_every = log_every
         self._run_dir: Path | None = None
@@ -76,7 +76,7 @@ class Console(Sink):
         self._say(f"note: {printable(text)}", "yellow")
 
     def logged(self, record: StepRecord, vitals: Vitals) -> None:
-        if record.view.step % self._log_every == 0:
+        if self._log_every is not None and record.view.step % self._log_every == 0:
             self._say("  ".join(step_cells(record, vitals)).rstrip())
 
     def incident(self, incident: Incident) -> None:

@@ -14,7 +14,7 @@ from small import assert_same, deep_state, make_batches, make_model, mse
 from torch import nn
 from torch.utils.data import DataLoader
 
-from safetrain import SafeTrainer
+from safetrain import SafeTrainer, watch
 from safetrain._private import allocator, compiler, dataloader, dtensor, feature, modules, storage, table
 from safetrain.distributed.replicas import Replicas
 from safetrain.errors import UsageError
@@ -331,3 +331,9 @@ def test_without_skipping_on_the_device_a_run_that_defers_its_reads_does_not_sta
     config = {"loop": {"device": "cpu", "host_read_every": 4}}
     with feature.without("skip_on_device"), pytest.raises(UsageError, match="found_inf"):
         make_trainer(model, optimizer=optimizer, train_data=make_batches(2), config=config).fit()
+
+
+def test_without_listening_no_loop_is_watched():
+    model = make_model()
+    with feature.without("listen_to_loops"), pytest.raises(UsageError, match="use SafeTrainer"):
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1))

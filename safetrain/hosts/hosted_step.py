@@ -1,0 +1,155 @@
+"""The step of a loop that makes its forward and backward pass itself, built on the one `Step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from ..core.view import DeviceStep
+from ..distributed.agreement import RankState
+from ..distributed.comm import Link
+from ..distributed.machine import Machine
+from ..precision.mixed import Precision
+from ..step.exchange import AttemptWatch
+from ..step.joint import JointExchange
+from ..step.measurement import Measurement
+from ..step.step import Step
+
+
+class HostedPrecision(Precision):
+    """Two scalers: that of the loop, for the steps that the loop computes, and one of our own, for replays and repairs."""
+
+    def __init__(self, name: str, device: torch.device, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(name, device, model)
+        self._optimizers = optimizers
+        self.host_scaler: GradScaler | None = None
+        """The loop's, once it was seen."""
+        self.is_ours = False
+        """Forward and backward are made by us: a repair, a retry, `guard.run`."""
+
+    @property
+    def has_scaler(self) -> bool:
+        return super().has_scaler if self.is_ours else self.host_scaler is not None
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        before, self.is_ours = self.is_ours, True
+        if self._scaler is not None and self.host_scaler is not None and not before:
+            self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": self.host_scaler.get_scale()})
+        try:
+            yield
+        finally:
+            self.is_ours = before
+
+    def unscale(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        if self.is_ours:
+            return super().unscale(optimizer, parameters)
+        scaler = self.host_scaler
+        if scaler is None:
+            return
+        for each in self._optimizers:
+            try:
+                scaler.unscale_(each)
+            except RuntimeError as error:  # the loop has done it, to clip the gradients
+                if "already been called" not in str(error):
+                    raise
+        self._unscale_others(scaler, optimizer, parameters)
+
+    def loss_scale(self) -> Tensor | None:
+        if self.is_ours:
+            return super().loss_scale()
+        return None if self.host_scaler is None else self.host_scaler.scale(torch.ones((), device=self.device))
+
+    def update_scale(self) -> None:
+        if self.is_ours:
+            super().update_scale()
+
+    def keep_scale(self, scale: float) -> None:
+        if self.is_ours:
+            super().keep_scale(scale)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {
+            "ours": super().state_dict(),
+            "host": None if self.host_scaler is None else self.host_scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if state:
+            super().load_state_dict(state["ours"])
+            if self.host_scaler is not None and state["host"]:
+                self.host_scaler.load_state_dict(state["host"])
+
+
+class HostedStep(Step):
+    drives = False
+    """The whole step is ours (`guard.run`): schedule and gradients are moved and cleared by us too."""
+    sums_losses = False
+    """The loop adds up the losses of a window where it does not divide each by their number."""
+    moving: Callable[[], object] | None = None
+    """What the loop has asked for, to be done when the step commits: its own `optimizer.step()`, or that of its scaler."""
+
+    def attempt(
+        self, window: Sequence[Any], watch: AttemptWatch | None = None, divisor: int | None = None
+    ) -> Measurement:
+        return super().attempt(window, watch, 1 if self.sums_losses and divisor is None else divisor)
+
+    def move(self) -> None:
+        if self.moving is not None:
+            self.moving()
+        else:
+            super().move()
+
+    def advance(self, refused: Tensor | None = None) -> None:
+        if self.drives:
+            super().advance(refused)
+        else:  # the loop moves its schedule and clears its gradients itself
+            self.precision.update_scale()
+
+
+class HostMachine(Machine):
+    """The processes that a loop has set up itself."""
+
+    def __init__(self, device: torch.device, rank_timeout_seconds: float) -> None:
+        self.device = device
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        self.rank, self.world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        self.replicas = None
+        self.link = None if is_alone else Link(self.rank, self.world_size, device, rank_timeout_seconds)
+
+    def gradient_sync(self, model: nn.Module, sync: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def share(self, numbers: Tensor) -> Tensor:
+        return numbers if self.link is None else torch.stack(self.link.gather(numbers)).mean(0)
+
+
+class HostedExchange(JointExchange):
+    """The loop exchanges the gradients. What the ranks know of each other's step is sent when all of it is computed."""
+
+    def begin_attempt(self, step: Step, window: Sequence[Any]) -> None: ...
+
+    def before_backward(self, *_: Any) -> None: ...
+
+    def measured(
+        self, step: Step, on_device: DeviceStep, losses: Sequence[Tensor], metrics: Sequence[Mapping[str, Any]]
+    ) -> Measurement:
+        self._numbers.begin_attempt()
+        values = self._numbers.early_values(step, losses, metrics, on_device.window)
+        self._numbers.send(self.run, RankState.STEP, values)
+        return super().measured(step, on_device, losses, metrics)
+
+    @contextmanager
+    def session(self, step: Step) -> Iterator[None]:
+        self._numbers.begin_run(step.guards)
+        try:
+            yield
+        finally:
+            self._machine.close()

@@ -1,0 +1,376 @@
+"""One step of a loop that is not ours, from the first micro-batch to the decision.
+
+with guard.step(batch):                    begin ─ the loop's forward and backward
+    …  optimizer.step()                    judge ─┬─ commit   the loop's own optimizer.step() goes on
+                                                  └─ undo ─ recover: repair and commit, skip, go back, or stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from .._private import host
+from ..core.verdict import Action, Decision
+from ..core.view import StepView
+from ..errors import UsageError
+from ..optim.schedule import scaled_lr
+from ..step.step import Outcome
+from ..tensors.nest import to_device
+from ..trainer.session import Session
+from .hosted_step import HostedPrecision, HostedStep
+from .interception import OptimizerSteps, evaluated
+from .settings import AutocastSeen, Kept, check_first_step, check_precision
+
+if TYPE_CHECKING:
+    from .guard import LoopGuard
+
+COMMITTED, REFUSED, OVERFLOWED = "committed", "refused", "overflow"
+MANY_BLOCKS = 512
+
+
+class Window:
+    """A step that the loop is making."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.losses: list[Tensor] = []
+        """What backward was called on, detached."""
+        self.factors: list[float] = []
+        """By what the loop has multiplied each of them."""
+        self.num_blocks = 0
+        self.outcome: str | None = None
+        self.stepped: list[Optimizer] = []
+        self.lr_scale = 1.0
+        self.scaler: GradScaler | None = None
+        """The loop's scaler, which is to forget this step."""
+        self.kept: Kept | None = None
+        """What the loop may move after a refusal, and must not."""
+
+
+class Turn:
+    """Context manager around the code of one micro-batch; the same object for all steps."""
+
+    def __init__(self, guard: LoopGuard, step: HostedStep, precision: HostedPrecision, session: Session) -> None:
+        self._guard, self._step, self._precision, self._session = guard, step, precision, session
+        self._steps = OptimizerSteps(guard.optimizers, self._decide)
+        self._stop_listening = host.listen(self)
+        self._autocast = AutocastSeen(guard.given, step.device.type)
+        self._window: Window | None = None
+        self._next: tuple[Any, ...] = ()
+        self._inside = ExitStack()
+        self._is_inside = self._is_busy = False
+        self._scaled: dict[int, Tensor] = {}
+        self._num_decided = 0
+        self.was_committed = False
+
+    def let_go(self) -> None:
+        self._steps.remove()
+        self._stop_listening()
+        self._autocast.remove()
+        self._window = None
+
+    # ---- around the loop's code --------------------------------------------------------------------------------
+
+    def on(self, batches: tuple[Any, ...]) -> Turn:
+        self._next = batches
+        return self
+
+    def __enter__(self) -> Turn:
+        if self._is_inside:
+            raise UsageError(
+                "guard.step() was entered within another block of the same guard.\n"
+                "To fix: close the block of one step before the next; give each of several models its own watch()."
+            )
+        if not self._next and self._guard.recorder is None:
+            raise UsageError(
+                "guard.step() was given no batch, and watch() was given a loss_fn, which needs one.\n"
+                "To fix: with guard.step(batch): …"
+            )
+        self._guard.begin()
+        try:
+            self._begin_block(list(self._next))
+        except BaseException as error:
+            self._guard.ended_by(error)
+            raise
+        self._is_inside = True
+        self._inside.enter_context(self._step.patches.scope)
+        return self
+
+    def _begin_block(self, batches: list[Any]) -> None:
+        step, window = self._step, self._window
+        if window is None:
+            window = self._window = Window()
+            self._scaled.clear()
+            step.begin(batches or [()])
+            if self._guard.recorder is not None:
+                self._guard.recorder.begin()
+        else:
+            if window.losses and all(p.grad is None for p in step.parameters):
+                raise UsageError(
+                    "the gradients of the last block were cleared, and optimizer.step() was not called in it.\n"
+                    "To fix: put optimizer.step() into the block, before zero_grad(): with guard.step(batch): …; loss.backward(); "
+                    "optimizer.step(); optimizer.zero_grad()"
+                )
+            step.transaction.extend(batches)
+        window.batches += batches
+        window.num_blocks += 1
+        if window.num_blocks == MANY_BLOCKS:
+            self._session.run.warn(
+                f"{MANY_BLOCKS} blocks of guard.step() in a row had no optimizer.step(): nothing was judged or applied yet"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._is_inside = False
+        self._inside.close()
+        window = self._window
+        if self._guard.closed or window is None:
+            return False
+        if error is not None and window.outcome is None:
+            try:
+                return self._raised(error, window)
+            except BaseException as stopped:
+                self._guard.ended_by(stopped)
+                raise
+        if window.outcome is not None:
+            try:
+                self._finish(window)
+            except BaseException as stopped:
+                self._guard.ended_by(stopped)
+                raise
+        elif not window.losses:  # the loop has left the step out by itself, or only looked at something
+            self._window = None
+        if error is not None:
+            self._guard.ended_by(error)
+        return False
+
+    def _finish(self, window: Window) -> None:
+        """Between two steps: what the loop moved after a refusal goes back, and snapshots are taken when due."""
+        self._window = None
+        if window.kept is not None:
+            window.kept.restore()
+        if window.scaler is not None:  # the loop did not call update()
+            window.scaler.update(window.scaler.get_scale())
+        if self._guard.recorder is not None:
+            self._guard.recorder.end()
+        if (problem := self._session.checkpoints.after_step(lambda: None)) is not None:
+            with self.ours():
+                self._session.bad_state(problem)
+
+    def _raised(self, error: BaseException, window: Window) -> bool:
+        """The loop's code raised before the step. If a guard knows why, that is a refused step; else it is the loop's error."""
+        step = self._step
+        self._window = None
+        batches = self._replayable(window)
+        random_state = step.transaction.random_state
+        step.transaction.restore()
+        step.clear_gradients()
+        if not isinstance(error, Exception) or not step.exchange.may_be_refused(error):
+            return False
+        view = step.view_of_error(error, window.batches or batches)
+        if not step.exchange.explains(step, view):
+            return False
+        with self.ours():
+            self._session.refused_by_error(view, batches, random_state)
+        self._window = window
+        window.outcome, self.was_committed = REFUSED, False
+        self._finish(window)
+        return True
+
+    # ---- what the loop does ------------------------------------------------------------------------------------
+
+    def on_backward(self, losses: Any) -> None:
+        window = self._window
+        if window is None or self._is_busy or not torch.is_grad_enabled():
+            return
+        for loss in [losses] if isinstance(losses, Tensor) else losses:
+            self.note_loss(self._scaled.get(id(loss), loss))
+
+    def note_loss(self, loss: Tensor) -> None:
+        window = self._window
+        if window is None:
+            raise UsageError("there is no step to note a loss for.\nTo fix: call it inside: with guard.step(batch): …")
+        if window.outcome is not None:
+            return  # of another step in the same block; its optimizer.step() will say so
+        if loss.numel() != 1:
+            raise UsageError(
+                f"backward was called on a tensor of shape {tuple(loss.shape)}, so this step has no loss to judge.\n"
+                "To fix: call backward on a scalar loss, loss.mean().backward()."
+            )
+        if (recorder := self._guard.recorder) is not None:
+            recorder.note_loss(loss)
+            if recorder.is_known and recorder.loss_path is None:
+                self._guard.cannot_repair()
+        window.factors.append(host.scalar_factor(loss)[0])
+        window.losses.append(loss.detach().reshape(()))
+
+    def on_scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
+        if self._window is not None and not self._is_busy and loss.requires_grad:
+            self._scaled = {id(scaled): loss}
+            self._precision.host_scaler = scaler
+
+    def owns(self, optimizer: Any) -> bool:
+        return not self._is_busy and any(optimizer is each for each in self._guard.optimizers)
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, proceed: Callable[[], Any]) -> Any:
+        self._precision.host_scaler = scaler
+
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            with self._steps.passing():
+                return proceed()
+
+        return self._decide(optimizer, passed, (), {})
+
+    def keeps_scale(self, scaler: GradScaler) -> bool:
+        window = self._window
+        if window is None or window.scaler is not scaler:
+            return False
+        window.scaler = None
+        return True
+
+    def _decide(
+        self, optimizer: Optimizer, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """In place of `optimizer.step(…)`."""
+        window = self._window
+        if window is None:
+            raise UsageError(
+                "optimizer.step() was called outside of guard.step(), so this update could not be judged.\n"
+                "To fix: put forward, backward and optimizer.step() into the block: with guard.step(batch): …; or call guard.close() "
+                "to train on unwatched."
+            )
+        if window.outcome is not None:
+            return self._decided_before(window, optimizer, proceed, args, kwargs)
+        value, (args, kwargs) = evaluated(args, kwargs)
+        try:
+            answer = self._judge(window, optimizer, lambda: proceed(*args, **kwargs))
+        except BaseException as error:
+            if not self._is_inside:
+                self._guard.ended_by(error)
+            raise
+        finally:
+            window.stepped.append(optimizer)
+        if not self._is_inside:
+            self._finish(window)
+        return answer if value is None else value
+
+    def _decided_before(
+        self, window: Window, optimizer: Optimizer, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if any(optimizer is each for each in window.stepped):
+            raise UsageError(
+                "optimizer.step() was called twice in one block of guard.step(), and one block is one step.\n"
+                "To fix: give the second step its own block, or the second model its own watch()."
+            )
+        window.stepped.append(optimizer)
+        if window.outcome == REFUSED:
+            return None
+        with scaled_lr(optimizer, window.lr_scale):
+            return proceed(*args, **kwargs)
+
+    # ---- judge -------------------------------------------------------------------------------------------------
+
+    def _judge(self, window: Window, optimizer: Optimizer, proceed: Callable[[], Any]) -> Any:
+        step = self._step
+        if self._guard.recorder is not None:
+            self._guard.recorder.pause()
+        if self._num_decided == 0:
+            check_first_step(step, window.losses)
+            self._autocast.remove()
+            check_precision(self._precision.name, self._autocast.name, self._precision.host_scaler is not None)
+        elif not window.losses:
+            check_first_step(step, window.losses)
+        losses = self._true_losses(window)
+        step.transaction.notice_writes()
+        batches = window.batches or [()]
+        measurement = step.measure(batches, losses, [])
+        view = step.view(measurement)
+        decision = step.judge(view)
+        self._num_decided += 1
+        answer: list[Any] = []
+        if decision.action is Action.COMMIT:
+            step.moving = lambda: answer.append(self._proceed(proceed))
+            window.lr_scale = decision.lr_scale
+            if view.scaler_overflow:  # the loop's scaler leaves the update out, and lowers its scale
+                step.move()
+                window.outcome, self.was_committed = OVERFLOWED, False
+                self._session.committed(view, decision, ())
+                return None
+            outcome = step.commit(measurement, view, decision)
+            step.moving = None
+            if outcome is not Outcome.RUINED:
+                window.outcome, self.was_committed = COMMITTED, True
+                self._session.committed(view, decision, self._good_window(window))
+                return answer[0]
+            decision = step.refusal_of_ruined(view)
+        self._refuse(window, optimizer, view, decision)
+        return None
+
+    def _refuse(self, window: Window, optimizer: Optimizer, view: StepView, decision: Decision) -> None:
+        step = self._step
+        batches = self._replayable(window, view.loss_scale)
+        window.outcome, self.was_committed = REFUSED, False
+        step.undo(view.loss_scale)
+        window.scaler = self._precision.host_scaler
+        step.moving = None
+        with self.ours(), self._steps.passing():
+            action = self._session.refused(view, decision, batches)
+        if action is Action.COMMIT:
+            window.outcome, self.was_committed = COMMITTED, True
+            window.stepped = list(self._guard.optimizers)
+        else:
+            window.kept = Kept(step)
+
+    def _proceed(self, proceed: Callable[[], Any]) -> Any:
+        with self._steps.passing():
+            return proceed()
+
+    def _true_losses(self, window: Window) -> list[Tensor]:
+        """One for each micro-batch, before the loop divided it by their number."""
+        losses, count = window.losses, len(window.losses)
+        if count == 1:
+            return list(losses)
+        is_divided = all(abs(factor * count - 1.0) < 1e-3 for factor in window.factors)
+        self._step.sums_losses = not is_divided
+        if is_divided:
+            return [loss * count for loss in losses]
+        if len(window.batches) == count or self._guard.recorder is not None:
+            return list(losses)
+        return [torch.stack([loss.float() for loss in losses]).sum()]  # several terms of one loss
+
+    def _replayable(self, window: Window, loss_scale: float = 1.0) -> Sequence[Any]:
+        """What a replay calls the loss function with."""
+        if (recorder := self._guard.recorder) is not None:
+            losses = window.losses or [torch.full((), torch.nan)]
+            return recorder.window(losses, loss_scale) or window.batches or [()]
+        return [to_device(batch, self._step.device) for batch in window.batches]
+
+    def _good_window(self, window: Window) -> Sequence[Any]:
+        recorder = self._guard.recorder
+        if recorder is not None and recorder.loss_path is None:
+            return ()  # a replay would give the recorded loss again, whatever the weights are
+        return self._replayable(window)
+
+    def ours(self) -> ExitStack:
+        """Inside, forward, backward and steps are made by us."""
+        stack = ExitStack()
+        before, self._is_busy = self._is_busy, True
+        stack.callback(setattr, self, "_is_busy", before)
+        stack.enter_context(self._precision.ours())
+        stack.enter_context(self._steps.passing())
+        return stack
+
+    def check_between_steps(self, doing: str) -> None:
+        if self._window is not None or self._is_inside:
+            raise UsageError(
+                f"{doing} was called in the middle of a step.\nTo fix: call it between two blocks of guard.step()."
+            )
