@@ -81,6 +81,10 @@ class CheckpointPolicy:
         self._seen = (0, 0)
         self._is_finishing = False
 
+    @property
+    def saves(self) -> bool:
+        return self._saver is not None
+
     # ---- between steps -----------------------------------------------------------------------------------------
 
     def begin(self, resumed: Loaded | None) -> Verdict | None:

@@ -52,6 +52,15 @@ class LoopConfig:
     """The evaluation metric by which the best step is chosen. NaN is worse than any number."""
     monitor_mode: str = option("min", choices=("min", "max"))
     """Whether a smaller or a larger `monitor` is better."""
+    eval_at_start: bool = False
+    """Also evaluate before the first step."""
+    eval_check: bool = True
+    """Evaluate one batch before the first step and forget the result, so that a mistake in the evaluation shows at once."""
+    patience: int | None = option(None, ge=1)
+    """Early stopping: end the run, as if it had reached its last step, when N evaluations in a row have brought no better
+    `monitor`; null: never."""
+    min_delta: float = option(0.0, ge=0.0, needs=("patience",))
+    """`patience`: how much better than the best so far counts as better."""
     log_every: int = option(10, ge=1)
     """Print and write metrics every N steps."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16"))

@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import LossError, UsageError
 
 LossFn = Callable[[nn.Module, Any], Any]
+_NO_LOSS = torch.zeros(())
 
 
 def adapt_loss(loss: Any) -> LossFn:
     """Let a `loss(input, target)` such as `nn.CrossEntropyLoss()` be used on batches of (inputs, targets)."""
+    if inspect.isclass(loss):
+        raise UsageError(
+            f"loss_fn is the class {loss.__name__}, not an instance of it.\nTo fix: pass {loss.__name__}(), with the arguments it takes."
+        )
     if not callable(loss):
         raise UsageError(f"loss_fn must be callable, got {loss!r}.\nTo fix: pass a function loss_fn(model, batch).")
     called = loss.forward if isinstance(loss, nn.Module) else loss
@@ -67,6 +73,20 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
             f"{where} returned a loss of type {output.dtype}; it must be a floating-point number.\nTo fix: return a float loss."
         )
     return output if output.dim() == 0 else output.reshape(()), metrics
+
+
+def split_metrics(output: Any, where: str) -> dict[str, Any]:
+    """The metrics out of what an evaluation step returned: its loss, if there is one, and the scalars next to it."""
+    if isinstance(output, Tensor) or not isinstance(output, Mapping) or "loss" in output:
+        loss, metrics = split_loss(output, where)
+        return {"loss": loss, **metrics}
+    metrics = split_loss({**output, "loss": _NO_LOSS}, where)[1]
+    if not metrics:
+        raise LossError(
+            f"{where} returned a dict without any number (it has {', '.join(map(repr, output)) or 'nothing'}).\n"
+            "To fix: return the loss, or a dict of metrics that are single numbers."
+        )
+    return metrics
 
 
 def unlogged_values(output: Any) -> list[str]:

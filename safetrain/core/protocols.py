@@ -16,6 +16,8 @@ HOOKS = {
     "build_scheduler": "build_scheduler(self, optimizer) -> scheduler or None",
     "on_commit": "on_commit(self, view)",
     "on_incident": "on_incident(self, incident)",
+    "on_evaluation": "on_evaluation(self, metrics)",
+    "on_epoch_end": "on_epoch_end(self, epoch)",
 }
 ELSEWHERE = {
     "validation_step": "evaluation_step",
@@ -35,6 +37,10 @@ ELSEWHERE = {
     "build_loss_fn": "training_step",
     "build_criterion": "training_step",
     "build_lr_scheduler": "build_scheduler",
+    "on_validation_end": "on_evaluation",
+    "on_evaluate": "on_evaluation",
+    "on_validation_epoch_end": "on_evaluation",
+    "on_train_epoch_end": "on_epoch_end",
 }
 """What other frameworks call them."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from .incident import Incident
 
 
-@dataclass
+@dataclass(repr=False)
 class FitResult:
     """What `fit` returns, and what `TrainingStopped` and `Interrupted` carry.
 
@@ -30,6 +30,12 @@ class FitResult:
     rollbacks: int = 0
     steps_undone: int = 0
     """Committed steps that rollbacks have taken back."""
+    stop_reason: str | None = None
+    """Why the run ended before its last step although nothing was wrong: what `trainer.stop` was given, or `loop.patience`."""
+    num_clipped: int = 0
+    """Committed steps whose gradient was scaled down to a norm."""
+    most_clipped: float = 1.0
+    """The smallest share of a gradient's norm that was left by that."""
     overflows: int = 0
     """fp16: steps that the loss scaler skipped; normal while it searches its scale, so not incidents."""
     epochs: int = 0
@@ -74,17 +80,26 @@ class FitResult:
         """The run came to its end and no step was refused."""
         return self.status == "done" and not self.incidents
 
+    def __repr__(self) -> str:
+        """Short: `losses` has a number for every step."""
+        counts = f"steps={self.steps}, skipped={self.skipped}, incidents={len(self.incidents)}"
+        shown = f"status={self.status!r}, {counts}, final_loss={self.final_loss:.6g}, best={self.best!r}"
+        return f"FitResult({shown}, run_dir={None if self.run_dir is None else str(self.run_dir)!r})"
+
     def summary(self) -> dict[str, Any]:
         """As in `summary.json`."""
         return {
             "status": self.status,
             "healthy": self.healthy,
+            "stop_reason": self.stop_reason,
             "steps": self.steps,
             "attempted": self.attempted,
             "skipped": self.skipped,
             "rollbacks": self.rollbacks,
             "steps_undone": self.steps_undone,
             "overflows": self.overflows,
+            "num_clipped": self.num_clipped,
+            "most_clipped": self.most_clipped,
             "epochs": self.epochs,
             "final_loss": self.final_loss,
             "best": self.best,

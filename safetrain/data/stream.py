@@ -81,6 +81,10 @@ class BatchStream:
         self.epoch += 1
         self.num_consumed = self.source.base = 0
 
+    def restart(self) -> None:
+        """The epoch from its beginning."""
+        self._iterator, self.num_consumed = None, 0
+
     def close(self) -> None:
         """Release the loader's worker processes."""
         self._iterator = None

@@ -49,17 +49,20 @@ class RankStatus:
     """Some of its numbers are known after backward only, and are exchanged then."""
     num_unknown: int = 0
     """Names that have no place in the vector yet."""
+    is_stopping: bool = False
+    """The run is to end in the ordinary way after this step."""
 
-    LENGTH = 7
+    LENGTH = 8
 
     def pack(self) -> list[float]:
         numbers = (self.state, self.signal, self.out_of_time, self.trail, self.last_norm, self.has_late_signals)
-        return [*map(float, numbers), float(self.num_unknown)]
+        return [*map(float, numbers), float(self.num_unknown), float(self.is_stopping)]
 
     @classmethod
     def unpack(cls, numbers: Sequence[float]) -> RankStatus:
-        state, signal, out_of_time, trail, norm, later, unknown = numbers
-        return cls(RankState(int(state)), int(signal), bool(out_of_time), int(trail), norm, bool(later), int(unknown))
+        state, signal, out_of_time, trail, norm, later, unknown, stopping = numbers
+        flags = bool(out_of_time), int(trail), norm, bool(later), int(unknown), bool(stopping)
+        return cls(RankState(int(state)), int(signal), *flags)
 
 
 Values = Mapping[str, Sequence[Tensor | float]]
@@ -153,6 +156,10 @@ class RankReports:
     @property
     def out_of_time(self) -> bool:
         return any(status.out_of_time for status in self.statuses)
+
+    @property
+    def is_stopping(self) -> bool:
+        return any(status.is_stopping for status in self.statuses)
 
     @property
     def diverged(self) -> list[int]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..data.belongings import Belongings
 from ..tensors.devices import wide
 from ..tensors.rng import RandomState
 from ..tensors.saved import Captured
-from .belongings import Belongings
 
 if TYPE_CHECKING:
     from ..trainer.trainer import SafeTrainer

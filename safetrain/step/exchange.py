@@ -35,6 +35,10 @@ class RunStatus(Protocol):
     def out_of_time(self) -> bool:
         """`loop.max_hours` have passed in this process."""
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why this process asks the run to end in the ordinary way, if it does."""
+
     def trail(self) -> int:
         """A checksum of everything decided so far; equal on all ranks as long as they decide alike."""
 
@@ -70,6 +74,11 @@ class Exchange:
     @property
     def out_of_time(self) -> bool:
         return self.run.out_of_time
+
+    @property
+    def is_stopping(self) -> bool:
+        """Some rank asks the run to end in the ordinary way."""
+        return self.run.stop_reason is not None
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in their order, on every rank. All ranks must call it; slow."""

@@ -101,6 +101,10 @@ class JointExchange(Exchange):
     def out_of_time(self) -> bool:
         return self.reports.out_of_time
 
+    @property
+    def is_stopping(self) -> bool:
+        return self.reports.is_stopping
+
     def gather(self, value: T) -> list[T]:
         return self._machine.gather(value)
 

@@ -65,7 +65,14 @@ class RankNumbers:
         self._values = values or {}
         unknown = self._layout.num_unknown(self._values)
         status = RankStatus(
-            state, run.signal or 0, run.out_of_time, run.trail(), self.last_norm, bool(self._late_guards), unknown
+            state,
+            run.signal or 0,
+            run.out_of_time,
+            run.trail(),
+            self.last_norm,
+            bool(self._late_guards),
+            unknown,
+            run.stop_reason is not None,
         )
         self._sent = self.link.send(self._layout.pack(status, self._values, self.link.device))
 

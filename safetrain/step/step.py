@@ -49,6 +49,17 @@ class Outcome(enum.Enum):
     """The update made the state non-finite, and was taken back."""
 
 
+class Stage(enum.Enum):
+    """What an exception at this moment leaves behind."""
+
+    BETWEEN = "between steps"
+    """A whole state."""
+    ATTEMPT = "attempt"
+    """A whole state once the step is undone."""
+    MOVING = "moving"
+    """Neither the state before the step nor the one after it."""
+
+
 class Step:
     def __init__(
         self,
@@ -75,6 +86,9 @@ class Step:
         self.device = precision.device
         self.index = 0
         """Index of the step that was begun last."""
+        self.stage = Stage.BETWEEN
+        self.window_length = 0
+        """Micro-batches of the step that was begun last."""
         self.num_pending = 0
         """Steps applied whose numbers the host does not know yet; the step being attempted comes after them."""
         self.careful_steps = 0
@@ -118,7 +132,7 @@ class Step:
         """Remember all that forward and backward may change."""
         if len(self.optimizer.param_groups) != len(self.groups):  # a hook has added a group
             self._find_parameters()
-        self.index = self.next_index
+        self.index, self.window_length, self.stage = self.next_index, len(window), Stage.ATTEMPT
         self.exchange.begin()
         start = perf_counter()
         self.transaction.begin(window)
@@ -269,6 +283,7 @@ class Step:
 
     def update(self, measurement: Measurement, view: StepView | None, lr_scale: float) -> None:
         """Clip the gradients, then step the optimizer. Without a `view` the host does not know the numbers, and reads none."""
+        self.stage = Stage.MOVING
         gradients.clip(self.groups, self.parameters, measurement.limits, measurement.grad_norm, view)
         with scaled_lr(self.optimizer, lr_scale), self.patches.scope:
             self.move()
@@ -284,6 +299,7 @@ class Step:
         if self.ema is not None:
             self.ema.update(refused)
         self.clear_gradients()
+        self.stage = Stage.BETWEEN
 
     def learn(self, view: StepView, decision: Decision) -> None:
         """Guards update their baselines, from committed steps only."""
@@ -302,6 +318,7 @@ class Step:
         self.transaction.restore()
         self.precision.keep_scale(loss_scale)
         self.clear_gradients()
+        self.stage = Stage.BETWEEN
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:

@@ -94,7 +94,7 @@ class Transaction:
         """Remember all that a step on this window may change. One foreach copy into tensors that are kept."""
         self.random_state = self._random.capture()
         self._lost = []
-        self._modes = list(map(_TRAINING, self._modules))
+        self._modes = self.modes()
         has_buffers = any(self._held)
         self._contents = (
             [dict(held) if held else _NO_BUFFERS for held in self._held] if has_buffers else self._no_contents
@@ -177,8 +177,7 @@ class Transaction:
         replaced = self._buffers.restore()
         for held in self._held if replaced else ():
             held.update({name: replaced.get(id(buffer), buffer) for name, buffer in held.items()})
-        for module, training in zip(self._modules, self._modes, strict=True):
-            module.training = training
+        self.restore_modes(self._modes)
         self._restore_weights(replayed)
         for index in self._written_batch():
             if self._batch_values is not None:
@@ -188,6 +187,14 @@ class Transaction:
                 _warn("the step wrote to its batch for the first time, so a replay sees the batch as the step left it")
         self._versions = list(map(_VERSION, self._unwritten))
         self._batch_versions = list(map(_VERSION, self._batch))
+
+    def modes(self) -> list[bool]:
+        """Of each module: whether it is in train mode."""
+        return list(map(_TRAINING, self._modules))
+
+    def restore_modes(self, modes: Sequence[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            module.training = training
 
     def _changed_versions(self) -> list[int]:
         now = list(map(_VERSION, self._unwritten))

@@ -24,7 +24,7 @@ def headline(result: FitResult) -> str:
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
     """Labels and texts; a row without a label continues the one before."""
-    parts = (_best, _incidents, _recovery, _permanent, _cost, _checkpoint)
+    parts = (_stop, _best, _clipped, _incidents, _recovery, _permanent, _cost, _checkpoint)
     return [row for part in parts for row in part(result)]
 
 
@@ -45,6 +45,20 @@ def next_commands(result: FitResult) -> list[tuple[str, str]]:
     ]
 
 
+def _stop(result: FitResult) -> Iterator[tuple[str, str]]:
+    if result.stop_reason is not None:
+        yield "ended", f"before its last step: {result.stop_reason}"
+
+
+def _clipped(result: FitResult) -> Iterator[tuple[str, str]]:
+    if result.num_clipped:
+        share = percent(result.num_clipped, result.steps)
+        yield (
+            "clipped",
+            f"{counted(result.num_clipped, 'step')} ({share}), the most to {result.most_clipped:.2g} of its gradient",
+        )
+
+
 def _best(result: FitResult) -> Iterator[tuple[str, str]]:
     if result.best is not None:
         metrics = ", ".join(f"{name} {value:.5g}" for name, value in result.best.items() if name != "step")
@@ -61,7 +75,12 @@ def _incidents(result: FitResult) -> Iterator[tuple[str, str]]:
         groups.setdefault(_kind(incident), []).append(incident)
     steps = ", ".join(str(incident.step) for incident in result.incidents[:NUM_STEPS])
     steps += ", …" if len(result.incidents) > NUM_STEPS else ""
-    yield "incidents", f"{len(result.incidents)} (at step {steps}), each kept in {result.run_dir}/incidents"
+    num_kept = sum(incident.path is not None for incident in result.incidents)
+    kept = (
+        "each kept" if num_kept == len(result.incidents) else f"the first {num_kept} kept" if num_kept else "none kept"
+    )
+    where = f" in {result.run_dir}/incidents" if num_kept else ""
+    yield "incidents", f"{len(result.incidents)} (at step {steps}), {kept}{where}"
     for kind, incidents in sorted(groups.items(), key=lambda item: -len(item[1])):
         outcomes = Counter(_OUTCOMES[incident.decision.action] for incident in incidents)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..config.schema import LoopConfig
 from ..core import progress
-from ..core.loss import split_loss
+from ..core.loss import split_metrics, unlogged_values
 from ..core.result import FitResult
+from ..data.belongings import Belongings
+from ..data.sources import StatefulSource
 from ..data.stream import BatchStream
 from ..distributed.comm import Link
 from ..errors import DataError, LossError, UsageError
@@ -52,9 +55,21 @@ class Evaluation:
     ) -> None:
         self.stream, self._loop, self._step, self._link = stream, loop, step, link
         self.evaluation_step = evaluation_step
+        self.monitor = loop.monitor
+        self.unlogged: list[str] | None = None
+        """Names of what the first evaluation step returned that is not one number; None before it."""
 
-    def is_due(self, num_steps: int, evaluated_at: int, epoch_ended: bool, run_ended: bool) -> bool:
+    def is_due(
+        self,
+        num_steps: int,
+        evaluated_at: int,
+        epoch_ended: bool = False,
+        run_ended: bool = False,
+        started: bool = False,
+    ) -> bool:
         """`evaluated_at`: committed steps at the last evaluation."""
+        if self.stream is not None and started:
+            return num_steps == 0 and self._loop.eval_at_start
         if self.stream is None or num_steps == evaluated_at:
             return False
         every = self._loop.eval_every
@@ -74,11 +89,53 @@ class Evaluation:
         is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
         return metrics, is_best
 
+    def try_out(self) -> None:
+        """Evaluate one batch, so that a mistake raises now. Nothing of it is kept, and the data begins where it was."""
+        stream = self.stream
+        if (
+            stream is None
+            or not self._loop.eval_check
+            or stream.source.one_shot
+            or isinstance(stream.source, StatefulSource)
+        ):
+            return
+        step, source, belongings = self._step, stream.source.state_dict(), _belongings(self.evaluation_step)
+        step.transaction.begin()
+        try:
+            with undisturbed_rng(), eval_mode(step.model), torch.no_grad():
+                window = stream.take(1)
+                metrics = split_metrics(self._evaluate_batch(window[0]), "evaluation_step") if window else {}
+        finally:
+            step.transaction.restore()
+            belongings.restore(everything=True)
+            stream.restart()
+            stream.source.load_state_dict(source)
+        _check_names(metrics)
+        if metrics:
+            is_better(dict.fromkeys(metrics, 0.0), None, self._loop.monitor, self._loop.monitor_mode)
+
+    def why_stop(self, evaluations: Sequence[Mapping[str, float]]) -> str | None:
+        """Why the run should end, if `loop.patience` is at its end."""
+        loop = self._loop
+        if loop.patience is None:
+            return None
+        best, since = None, 0
+        for record in evaluations:
+            better = is_better(record, best, loop.monitor, loop.monitor_mode, loop.min_delta)
+            best, since = (record, 0) if better else (best, since + 1)
+        if since < loop.patience:
+            return None
+        known = f"the best was {best[loop.monitor]:.5g} at step {best['step']:.0f}" if best else "it was never a number"
+        return f"{loop.monitor} has not improved in {since} evaluations; {known} (loop.patience)"
+
     def _evaluate_batch(self, batch: Any) -> Any:
         # Not through the distributed wrapper: its collectives would have to match on all ranks.
         model = self._step.called if self._step.exchange.world_size == 1 else self._step.model
         with self._step.precision.autocast():
-            return self.evaluation_step(model, batch)
+            output = self.evaluation_step(model, batch)
+        if self.unlogged is None:
+            self.unlogged = unlogged_values(output)
+        return output
 
 
 def evaluate(
@@ -95,11 +152,28 @@ def evaluate(
     batches.next_epoch()
     if not totals:
         raise DataError("the evaluation data has no samples.\nTo fix: check its path and length, or leave it out.")
-    if taken := sorted(RESERVED & totals.keys()):
+    _check_names(totals)
+    return {name: total / weights[name] for name, total in totals.items()}
+
+
+def _belongings(evaluation_step: Callable[[nn.Module, Any], Any]) -> Belongings:
+    """What an evaluation step may count in: attributes of a subclass, variables around a function."""
+    owner = getattr(evaluation_step, "__self__", None)
+    parts = getattr(owner, "__dict__", {}).values()
+    return Belongings(
+        [evaluation_step], [p for p in parts if isinstance(p, (nn.Module, Optimizer)) or _is_ours(type(p))]
+    )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _check_names(metrics: Iterable[str]) -> None:
+    if taken := sorted(RESERVED & set(metrics)):
         raise LossError(
             f"evaluation_step returned a metric called {taken[0]!r}, which the record of a run uses itself.\nTo fix: rename it."
         )
-    return {name: total / weights[name] for name, total in totals.items()}
 
 
 def _totals(
@@ -116,8 +190,7 @@ def _totals(
             count = num_samples(window[0])
             if count == 0 or index % world_size != rank:
                 continue
-            loss, metrics = split_loss(step(window[0]), "evaluation_step")
-            for name, value in {"loss": loss, **metrics}.items():
+            for name, value in split_metrics(step(window[0]), "evaluation_step").items():
                 value = wide(value.detach().reshape(())) if isinstance(value, Tensor) else float(value)
                 totals[name] = totals.get(name, 0.0) + value * count
                 weights[name] = weights.get(name, 0) + count
@@ -134,8 +207,10 @@ def _summed(parts: Iterable[tuple[Mapping[str, float], Mapping[str, int]]]) -> t
     return totals, weights
 
 
-def is_better(metrics: Mapping[str, float], best: Mapping[str, float] | None, monitor: str, mode: str) -> bool:
-    """Whether these metrics beat the best so far. NaN is worse than any number, also than none at all."""
+def is_better(
+    metrics: Mapping[str, float], best: Mapping[str, float] | None, monitor: str, mode: str, by: float = 0.0
+) -> bool:
+    """Whether these metrics beat the best so far, `by` more than this. NaN is worse than any number, also than none at all."""
     if monitor not in metrics:
         raise UsageError(
             f"loop.monitor is {monitor!r}, which evaluation_step did not return (it returned {', '.join(metrics)}).\n"
@@ -144,4 +219,4 @@ def is_better(metrics: Mapping[str, float], best: Mapping[str, float] | None, mo
     value = metrics[monitor]
     if math.isnan(value):
         return False
-    return best is None or (value < best[monitor] if mode == "min" else value > best[monitor])
+    return best is None or (value < best[monitor] - by if mode == "min" else value > best[monitor] + by)

@@ -74,3 +74,9 @@ class TrainerHooks:
 
     def on_incident(self, incident: Incident) -> None:
         """Called after each refused step, before the run stops if it does."""
+
+    def on_evaluation(self, metrics: dict[str, float]) -> None:
+        """Called after each evaluation, with its metrics and its `step`."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called after the last step of each epoch (counted from 0), before its evaluation."""

@@ -36,7 +36,7 @@ from ..incidents import bundle
 from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
-from .signals import signals_noted
+from .signals import acknowledge, signals_noted
 
 RESULT_FIELDS = (
     "steps",
@@ -44,6 +44,8 @@ RESULT_FIELDS = (
     "rollbacks",
     "steps_undone",
     "overflows",
+    "num_clipped",
+    "most_clipped",
     "epochs",
     "final_loss",
     "evaluations",
@@ -78,6 +80,7 @@ class Run:
         self._begin = time.perf_counter()
         self._seconds_before = 0.0
         self._notes: list[str] = []
+        self._warned: set[str] = set()
         self._wrote_config = False
         self.shared_dir: Path
         """The run's directory, also for processes that do not write into it by themselves."""
@@ -86,6 +89,8 @@ class Run:
         self.result = FitResult(run_dir=self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
+        self.stop_reason: str | None = None
+        """Why this process asks the run to end in the ordinary way."""
         self.evaluated_at = 0
         """Committed steps at the last evaluation; fewer after a rollback to before it."""
         self._losses = array("d")
@@ -177,6 +182,11 @@ class Run:
         for note in (*self._notes, *notes):
             self.telemetry.noted(note)
 
+    def warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(text)
+
     def warn(self, text: str) -> None:
         """In the log, and to all sinks, so that it is seen without a console too."""
         logging.getLogger("safetrain").warning("%s", text)
@@ -257,9 +267,9 @@ class Run:
         history = self.history.view_fields()
         return StepView(max(self.step - 1, 0), self.result.final_loss, math.nan, epoch=epoch, **history)
 
-    def note_unlogged(self, names: list[str]) -> None:
-        """Say once what `training_step` returned that is no metric; empties the list."""
-        self.telemetry.noted(f"not logged, because not numeric: {', '.join(names)} (returned by training_step)")
+    def note_unlogged(self, names: list[str], where: str = "training_step") -> None:
+        """Say once what a step returned that is no metric; empties the list."""
+        self.telemetry.noted(f"not logged, because not numeric: {', '.join(names)} (returned by {where})")
         names.clear()
 
     def trail(self) -> int:
@@ -282,7 +292,7 @@ class Run:
             with noted if notes_signals else nullcontext():
                 yield
             if self.result.status == "error":
-                self.result.status = "done"
+                self.result.status, self.result.stop_reason = "done", self.stop_reason
         except TrainingStopped:
             self.result.status = "stopped"
             raise
@@ -302,6 +312,8 @@ class Run:
             self._release()
 
     def _asked_to_end(self, signum: int) -> None:
+        if self.signal is None and self.rank == 0 and self.config.logging.console != "off":
+            acknowledge(signum)
         self.signal = signum if self.signal is None else self.signal
 
     def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
@@ -310,6 +322,9 @@ class Run:
         if outcome == "commit":
             self.result.steps += 1
             self.result.final_loss = view.loss
+            if view.grad_norm > view.limits.norm:
+                self.result.num_clipped += 1
+                self.result.most_clipped = min(self.result.most_clipped, view.limits.norm / view.grad_norm)
         else:
             self.result.skipped += 1
         self.result.overflows += outcome == "overflow"

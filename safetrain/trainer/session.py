@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,17 +17,18 @@ from ..core.view import StepView
 from ..data.stream import BatchStream
 from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
-from ..errors import TrainingStopped
+from ..errors import CheckpointError, Interrupted, TrainingStopped
 from ..optim.forecast import doubt
 from ..recovery import Ladder, RefusedStep
 from ..recovery.recovery import Recovery
 from ..step.deferred import Deferral
 from ..step.joint import JointExchange
-from ..step.step import Step
+from ..step.step import Stage, Step
 from ..telemetry.watch import watching
 from ..tensors.rng import RandomState
 from .evaluation import Evaluation
 from .hangs import watching_for_hangs
+from .hooks import TrainerHooks
 from .run import Run
 
 
@@ -52,6 +53,10 @@ class Progress:
             "ddp_has_order": isinstance(exchange, JointExchange) and exchange.has_gradient_order,
         }
 
+    def give_back(self, num_micro_batches: int) -> None:
+        """These were handed out for a step that never was; a resume reads them again."""
+        self._stream.num_consumed -= num_micro_batches
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state["data"])
         if self._evaluation.stream is not None:
@@ -63,6 +68,10 @@ class Progress:
         self._step.patches.load_state_dict(state["patches"])
         if isinstance(self._step.exchange, JointExchange):
             self._step.exchange.resume_gradient_order(state.get("ddp_has_order", False))
+
+
+Hook = Callable[..., object]
+UNUSED = {TrainerHooks.on_commit, TrainerHooks.on_incident, TrainerHooks.on_evaluation, TrainerHooks.on_epoch_end}
 
 
 class Listener(Protocol):
@@ -91,11 +100,77 @@ class Session:
             return self.run.stepped(view, decision, "overflow")
         self.recovery.repairs.last_good.committed(self.step.transaction.window_before(window), view.loss)
         self.run.stepped(view, decision, "commit")
-        self.listener.on_commit(view)
+        self.call(self.listener.on_commit, view)
+
+    def evaluate_if_due(
+        self,
+        evaluation: Evaluation,
+        hook: Hook,
+        settle: Callable[[], object],
+        save: Callable[[], object],
+        **moment: bool,
+    ) -> None:
+        """Evaluate, and end the run if `loop.patience` is at its end. `settle` is called before, `save` if the evaluation raises."""
+        run, result, step = self.run, self.run.result, self.step
+        if evaluation.stream is None:
+            return
+        if evaluation.is_due(result.steps + step.num_pending, run.evaluated_at, **moment):
+            settle()  # some of the pending steps may turn out to have been refused
+        if not evaluation.is_due(result.steps, run.evaluated_at, **moment):
+            return
+        try:
+            with run.phase("evaluation", "evaluating"):
+                metrics, is_best = evaluation.run(result)
+        except Exception:
+            save()  # what was learned is not lost with a mistake in the evaluation
+            raise
+        run.evaluated(metrics, is_best)
+        if evaluation.unlogged:
+            run.note_unlogged(evaluation.unlogged, "evaluation_step")
+        step.schedule.step_with_metric(metrics[evaluation.monitor])
+        self.call(hook, dict(result.evaluations[-1]))
+        run.stop_reason = run.stop_reason or evaluation.why_stop(result.evaluations)
+
+    def call(self, hook: Hook, *arguments: Any) -> None:
+        """Call a hook of the user's. A model that it leaves in eval mode is put back: the rest of the run would train like that."""
+        if getattr(hook, "__func__", None) in UNUSED:
+            return
+        transaction, model = self.step.transaction, self.step.model
+        modes = transaction.modes() if model.training else None
+        hook(*arguments)
+        if modes is not None and not model.training:
+            transaction.restore_modes(modes)
+            name = getattr(hook, "__name__", type(hook).__name__)
+            self.run.warn_once(f"{name} left the model in eval mode; it was put back into train mode")
+
+    def save_after(self, error: Exception, settle: Callable[[], object]) -> None:
+        """Save what was learned before an exception, so that a resume goes on with the step that it ended. `settle`: called before."""
+        step, run = self.step, self.run
+        if isinstance(error, (TrainingStopped, Interrupted, CheckpointError)) or step.exchange.world_size > 1:
+            return
+        if run.result.steps == 0 or step.stage is Stage.MOVING:
+            return
+        try:
+            if step.stage is Stage.ATTEMPT:
+                step.undo(step.precision.host_loss_scale())
+                step.transaction.random_state.restore()
+                self.progress.give_back(step.window_length)
+            settle()
+            if self.checkpoints.save(required=True) is not None or run.dir is None or not self.checkpoints.saves:
+                return
+        except Exception as failure:
+            run.warn(f"what was learned could not be saved after the error: {failure}")
+            return
+        hint = f"{run.result.steps} steps are saved in {run.result.run_dir}: repair this, and go on with resume"
+        run.telemetry.noted(hint)
+        error.add_note(f"safetrain: {hint}.")
 
     def refused(self, view: StepView, decision: Decision, window: Sequence[Any]) -> Action:
         """Recover from a step that was attempted and undone."""
-        return self.conclude(self.recovery.resolve(view, decision, window, self.step.transaction.random_state))
+        self.step.stage = Stage.MOVING
+        case = self.recovery.resolve(view, decision, window, self.step.transaction.random_state)
+        self.step.stage = Stage.BETWEEN
+        return self.conclude(case)
 
     def refused_by_error(self, view: StepView, window: Sequence[Any], random_state: RandomState) -> Action:
         """The same if forward or backward raised."""
@@ -118,7 +193,7 @@ class Session:
         if case.resolution is None:
             return Action.COMMIT
         self.run.close_incident(case)
-        self.listener.on_incident(case.incident)
+        self.call(self.listener.on_incident, case.incident)
         if case.resolution.action is Action.STOP:
             raise TrainingStopped(case.incident, self.run.result) from case.view.error
         return case.resolution.action

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -41,3 +43,11 @@ def signals_noted(names: Iterable[str], note: Callable[[int], None]) -> Iterator
     finally:
         for number, handler in list(before.items()):
             signal.signal(number, handler)
+
+
+def acknowledge(signum: int) -> None:
+    """Tell the person who waits. Not through the console, which may be in the middle of a line."""
+    name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+    text = f"\n{name}: the step is finished and the state saved, then the run ends; once more ends it at once\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

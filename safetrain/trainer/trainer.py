@@ -22,7 +22,7 @@ from ..optim.ema import Ema
 from ..precision.mixed import Precision
 from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
-from ..step.step import Outcome, Step
+from ..step.step import Outcome, Stage, Step
 from . import build, checks
 from .evaluation import Evaluation
 from .hooks import TrainerHooks
@@ -113,6 +113,8 @@ class SafeTrainer(TrainerHooks):
         changes the training itself; the optimizer's settings are then still those that were saved.
         """
         with self._started(resume) as run:
+            self.evaluation.try_out()
+            self._evaluate_if_due(started=True)
             while not self._finished():
                 if window := self._next_window():
                     self.run_step(window)
@@ -168,11 +170,13 @@ class SafeTrainer(TrainerHooks):
         random_state = step.transaction.random_state
         step.transaction.restore()
         step.clear_gradients()
+        step.stage = Stage.BETWEEN
         went_back = self._settle()
         view = step.view_of_error(error, window)
         if not exchange.explains(step, view):
+            self.stream.num_consumed -= len(window)
+            random_state.restore()
             if exchange.failed_together:  # all ranks are still there, so what was learned is saved, before this window
-                self.stream.num_consumed -= len(window)
                 self._session.checkpoints.save()
             return False
         if went_back:
@@ -222,7 +226,11 @@ class SafeTrainer(TrainerHooks):
             if (problem := self._session.checkpoints.begin(run.resumed)) is not None:
                 self._recover_state(problem)
             run.write_config()
-            yield run
+            try:
+                yield run
+            except Exception as error:
+                self._session.save_after(error, self._settle)
+                raise
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -235,6 +243,8 @@ class SafeTrainer(TrainerHooks):
 
     def _finished(self) -> bool:
         loop, result = self.config.loop, self._session.run.result
+        if self.stepper.exchange.is_stopping:
+            return True
         if loop.max_steps is not None:
             if result.steps + self.stepper.num_pending >= loop.max_steps:
                 self._settle()
@@ -259,27 +269,14 @@ class SafeTrainer(TrainerHooks):
 
     def _end_epoch(self) -> None:
         self._settle()
+        self._session.call(self.on_epoch_end, self.stream.epoch)
         self.stream.next_epoch()
         self.run.result.epochs += 1
         self.stepper.schedule.epoch_ended()
         self._evaluate_if_due(epoch_ended=True)
 
-    def _evaluate_if_due(self, epoch_ended: bool = False, run_ended: bool = False) -> None:
-        evaluation, run, result = self.evaluation, self._session.run, self._session.run.result
-        if evaluation.stream is None:
-            return
-        if evaluation.is_due(result.steps + self.stepper.num_pending, run.evaluated_at, epoch_ended, run_ended):
-            self._settle()  # some of the pending steps may turn out to have been refused
-        if not evaluation.is_due(result.steps, run.evaluated_at, epoch_ended, run_ended):
-            return
-        try:
-            with self.run.phase("evaluation", "evaluating"):
-                metrics, is_best = evaluation.run(result)
-        except Exception:
-            self._save()  # what was learned is not lost with a mistake in the evaluation
-            raise
-        self.run.evaluated(metrics, is_best)
-        self.stepper.schedule.step_with_metric(metrics[self.config.loop.monitor])
+    def _evaluate_if_due(self, **moment: bool) -> None:
+        self._session.evaluate_if_due(self.evaluation, self.on_evaluation, self._settle, self._save, **moment)
 
     def _ends_early(self) -> bool:
         """Save and end: the schedule failed, a signal came, or `loop.max_hours` are over."""
@@ -326,6 +323,10 @@ class SafeTrainer(TrainerHooks):
         from ..preflight import check
 
         return check(self, only, budget)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step as if it were its last one: it is evaluated and saved, and `result.stop_reason` says why."""
+        self.run.stop_reason = self.run.stop_reason or reason
 
     def rollback(self, to: str = "trusted", skip_windows: int = 0) -> int:
         """Go back to an earlier state; returns the step it is of. Raises CheckpointError if there is none.

@@ -163,7 +163,7 @@ def test_labels_titles_and_the_blamed_line_stand_out():
 def incident(step, label, line, action="skip"):
     origin = Origin("forward", "aten.log.default", "log", "", file="model.py", line=line, code="x.log()")
     found = Incident(step, "now", Trigger("finite", "loss", float("nan")), Outcome(action, ["finite: the loss is nan"]))
-    found.origin, found.cause = origin, Cause(label, "")
+    found.origin, found.cause, found.path = origin, Cause(label, ""), f"incidents/{found.id}"
     return found
 
 

@@ -94,7 +94,7 @@ def test_nan_is_the_worst_value_never_the_best(make_trainer, mode, best):
         def evaluation_step(self, model, batch):
             return {"loss": mse(model, batch), "score": next(values)}
 
-    config = {"loop": {"eval_every": 1, "monitor": "score", "monitor_mode": mode}}
+    config = {"loop": {"eval_every": 1, "monitor": "score", "monitor_mode": mode, "eval_check": False}}
     result = make_trainer(None, Scripted, train_data=make_batches(5), eval_data=make_batches(1), config=config).fit()
     assert result.best["score"] == best
     assert [math.isnan(e["score"]) for e in result.evaluations] == [True, False, False, True, False]
@@ -175,7 +175,7 @@ def test_an_error_in_the_evaluation_saves_a_checkpoint_first(make_trainer, metri
             return {"loss": mse(model, batch), **metrics}
 
     data = make_batches(2) if data is None else data
-    config = {"loop": {"eval_every": 3, "monitor": monitor}}
+    config = {"loop": {"eval_every": 3, "monitor": monitor, "eval_check": False}}
     trainer = make_trainer(cls=Mistaken, train_data=make_batches(6), eval_data=data, config=config)
     with pytest.raises(SafetrainError, match=message):
         trainer.fit()

@@ -70,7 +70,8 @@ def test_a_misspelt_hook_is_an_error_at_class_creation(base, name, meant):
 @pytest.mark.parametrize(
     ("name", "hook", "message"),
     [
-        ("on_epoch_end", lambda self: None, "on_incident"),  # the hooks that there are
+        ("on_train_start", lambda self: None, "on_incident"),  # the hooks that there are
+        ("on_epoch_end", lambda self: None, "cannot be called as on_epoch_end"),
         ("training_step", lambda self, batch: None, "cannot be called as training_step"),
         *(
             (name, staticmethod(lambda model, batch: None), f"{name} would never be called")

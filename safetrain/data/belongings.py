@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.sources import ListSource
 from ..tensors.rng import GENERATORS
 from ..tensors.saved import CONTAINERS, Captured, is_state, restorer_of_container
+from .sources import ListSource
 
 MAX_ITEMS = 10_000
 """Longer containers are data, not state."""
