@@ -127,7 +127,6 @@ class Examination:
     def steps(self, count: int) -> list[tuple[int, Incident]]:
         """The first steps, whole windows of micro-batches, each with the initial weights."""
         from ..forensics import Step, diagnose
-        from ..forensics.raised import is_numeric
 
         trainer = self._build()
         found = []
@@ -137,7 +136,7 @@ class Examination:
                 precision = trainer.precision.name, trainer.precision.host_loss_scale()
                 step = Step(trainer.stepper.called, trainer.training_step, window, trainer.optimizer, *precision)
                 diagnosis = diagnose(step, self._effort())
-                if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
+                if diagnosis.error is not None and diagnosis.is_error_of_the_program:
                     raise diagnosis.error
                 self._num_examined += 1
                 if not diagnosis.healthy:

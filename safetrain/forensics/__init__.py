@@ -17,7 +17,8 @@ finding.py        op, phase, module and line of the origin
 frames.py         from Python frames to modules and user lines
 ownership.py      whose code a file is: the user's, a library's, Python's
 update.py         the same for the optimizer's step
-raised.py         exceptions that are raised because of numbers
+raised.py         exceptions that are raised because of numbers, by what they say
+exceptions.py     the same by replay: is it a number, some samples, or the program?
 causes.py         the table of rules that name the cause; the closed list of causes is core/causes.py
 lineage/          from the fatal value back to where it came from
 samples.py        which elements of the batch

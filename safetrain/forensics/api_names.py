@@ -13,17 +13,22 @@ class ApiNames(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.current: str | None = None
-        self.failed: str | None = None
+        self._failed: tuple[BaseException, str | None] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outer, self.current = self.current, api_name(func)
         try:
             return func(*args, **(kwargs or {}))
-        except Exception:
-            self.failed = self.failed or self.current
+        except Exception as error:
+            if self._failed is None or self._failed[0] is not error:  # the innermost function saw it first
+                self._failed = error, self.current
             raise
         finally:
             self.current = outer
+
+    def that_raised(self, error: BaseException) -> str | None:
+        """The torch function that this exception came out of; None when it was raised by other code."""
+        return self._failed[1] if self._failed is not None and self._failed[0] is error else None
 
 
 _OPERATORS = {

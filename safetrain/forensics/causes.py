@@ -54,7 +54,10 @@ def rule(label: str) -> Callable[[Rule], Rule]:
 
 def judge(finding: Finding) -> Cause:
     if finding.error is not None:
-        return explain_error(finding.error)
+        cause = explain_error(finding.error)
+        if cause.label == "unknown" and finding.raised_by_samples:
+            return Cause("bad_input_data", f"{cause.explanation}, with some samples of the batch only")
+        return cause
     for label, function in RULES:
         explanation = function(finding)
         if explanation is not None:

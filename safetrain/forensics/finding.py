@@ -18,12 +18,10 @@ from .frames import (
     is_user,
     outside_function,
     own_place,
-    stack_of,
     user_place,
 )
 from .ownership import is_own, library_of
 from .provenance import Blame, Provenance, primary
-from .raised import complains_of_bad_values, is_numeric
 from .replay import Leaf, Replayer, Trace
 from .samples_of import has_arrays
 from .schemas import LITERALS
@@ -70,6 +68,8 @@ class Finding:
     """For low precision: does the same step stay finite in single precision? None when it was not tried."""
     error: Exception | None = None
     """What the step raised."""
+    raised_by_samples: bool = False
+    """It raises with some samples only."""
     notes: list[str] = field(default_factory=list)
     cause_label: str = "unknown"
     """Once it was judged."""
@@ -133,7 +133,7 @@ def locate(trace: Trace, replayer: Replayer) -> Finding | None:
         sink = f"the gradient of {_listed(trace.bad_gradients)}"
     else:
         return None
-    return _finding(trace, provenance, primary(blames), sink, replayer)
+    return finding_of(trace, provenance, primary(blames), sink, replayer)
 
 
 def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
@@ -150,36 +150,12 @@ def locate_buffer(trace: Trace, replayer: Replayer) -> Finding | None:
         is_running = region.storage in provenance.behind(region)[0]
         if region.storage not in storages and not (is_running and _is_used(name, trace, behind_loss, replayer)):
             continue
-        finding = _finding(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
+        finding = finding_of(trace, provenance, primary(provenance.origins(region, kind)), f"buffer {name}", replayer)
         if finding is not None:
             finding.owner = finding.owner or name
             replayer.watched_buffers = {name}
         return finding
     return None
-
-
-def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
-    """For a step that raised. Because a value was already bad: where that began. Because of a value: where it was raised."""
-    error = trace.error
-    assert error is not None
-    provenance = Provenance(trace.tracer, trace.leaves)
-    if complains_of_bad_values(error):
-        for event in reversed(trace.tracer.events):
-            if event.kind_out and not event.uninitialised and not event.literal:
-                worst = max(event.writes, key=lambda access: access.kind)
-                blame = primary(provenance.origins(worst.region, worst.kind))
-                if blame is None or blame.intended:
-                    break
-                return _finding(trace, provenance, blame, type(error).__name__, replayer)
-    if not is_numeric(error):
-        return None
-    frames = stack_of(error.__traceback__)
-    finding = Finding(trace, provenance, Blame(None), "forward", type(error).__name__, error=error)
-    finding.place, finding.frames = user_place(frames), frames
-    inner = innermost_module(frames, replayer.module_names)
-    finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
-    finding.op = finding.name = trace.tracer.api.failed or type(error).__name__
-    return finding
 
 
 def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replayer) -> bool:
@@ -193,7 +169,7 @@ def _is_used(buffer: str, trace: Trace, behind_loss: set[int], replayer: Replaye
     )
 
 
-def _finding(
+def finding_of(
     trace: Trace, provenance: Provenance, blame: Blame | None, sink: str, replayer: Replayer
 ) -> Finding | None:
     if blame is None:

@@ -20,7 +20,8 @@ from ..core.incident import Cause, Incident, Link, Origin, Outcome, Remedy, Repl
 from . import remedies as remedy_trials
 from . import samples as sample_search
 from .causes import judge
-from .finding import Finding, locate, locate_buffer, locate_error
+from .exceptions import locate_error
+from .finding import Finding, locate, locate_buffer
 from .fixes import suggest
 from .lineage import lineage_of
 from .path import propagation
@@ -65,6 +66,11 @@ class Diagnosis:
     """What autograd's anomaly mode said, if it was asked; its first line."""
     seconds: float = 0.0
 
+    @property
+    def is_error_of_the_program(self) -> bool:
+        """The step raised, and neither numbers nor samples have to do with it."""
+        return self.error is not None and not is_numeric(self.error) and self.origin.op is None
+
     def fill(self, incident: Incident) -> None:
         """Put the answers into an incident that a trainer made."""
         for name in ("origin", "cause", "samples", "propagation", "lineage", "remedies", "fix", "replay"):
@@ -94,7 +100,7 @@ def investigate(
     """
     step = Step(model, loss_fn, [batch], optimizer, precision, loss=loss)
     diagnosis = diagnose(step, effort or Effort())
-    if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
+    if diagnosis.error is not None and diagnosis.is_error_of_the_program:
         raise diagnosis.error
     if diagnosis.healthy:
         return None
@@ -139,6 +145,12 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
     return diagnosis
 
 
+def is_raised_by_numbers(step: Step) -> bool:
+    """Of a step that has raised: does its replay raise too, because of its numbers or of some samples?"""
+    diagnosis = diagnose(step, Effort(remedies=False, samples=False))
+    return diagnosis.error is not None and not diagnosis.is_error_of_the_program
+
+
 def _stays_finite(step: Step) -> bool:
     """All that can be said when tracing failed."""
     try:
@@ -181,7 +193,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     if effort.anomaly:
         diagnosis.anomaly = _anomaly(replayer)
     found = Samples([])
-    if effort.samples and finding.phase not in ("params", "optimizer"):
+    if effort.samples:
         found = _search_samples(replayer, finding, effort)
         diagnosis.samples = found.guilty
         if found.note and (found.guilty or found.failed):
@@ -199,7 +211,9 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
 def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Samples:
     """What is already known must not be lost when a batch is too unusual to be taken apart."""
     try:
-        return sample_search.search(replayer, finding, effort.max_replays // 2)
+        # A bad parameter is rarely one that only few samples use.
+        share = 8 if finding.phase in ("params", "optimizer") else 2
+        return sample_search.search(replayer, finding, effort.max_replays // share)
     except Exception as error:
         return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)
 

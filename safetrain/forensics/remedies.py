@@ -262,7 +262,7 @@ def zero_bad_values(trials: Trials) -> Iterator[Remedy]:
         event = None if finding is None else finding.event or next(iter(finding.blame.path[-1:]), None)
         if event is None or event.number < 0:
             break
-        interventions[event.number] = _zeroed
+        interventions[event.number] = zeroed
         trace = trials.replayer.traced(interventions, trials.finding.trace.micro_batch)
         if trace.error is not None:
             break
@@ -357,7 +357,7 @@ def _gradient_of_norm_1(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     yield
 
 
-def _zeroed(result: Any) -> Any:
+def zeroed(result: Any) -> Any:
     """In place, so that autograd saves the repaired values too."""
     for tensor in tensors_in(result):
         if tensor.is_floating_point() and tensor.layout is torch.strided:

@@ -12,7 +12,8 @@ from typing import Any
 from ..core import progress
 from .finding import Finding
 from .replay import Replayer, Result, named_fields
-from .samples_of import batch_size, select
+from .samples_of import batch_size, samples_of_rows, select
+from .update import update_is_finite
 from .values import bad_positions, marked_rows
 
 
@@ -30,13 +31,15 @@ def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
     size = batch_size(batch)
     if size < 2:
         return Samples([], "the batch holds one sample")
-    trial = _Trial(replayer, batch, size, max_replays)
+    trial = _Trial(replayer, batch, size, max_replays, finding.phase == "optimizer")
     for candidate in _read_off(finding, batch, size):
         if 0 < len(candidate) < size and trial.is_finite_without(frozenset(candidate)):
-            return _with_note(trial, candidate)
+            return _with_note(trial, trial.smallest_of(candidate))
     guilty = trial.smallest_set()
     if not guilty:
         return Samples([], "no few samples are to blame: leaving some out does not make the step finite")
+    if trial.any_would_do(guilty):
+        return Samples([], "no sample is to blame: leaving out any others of the same number makes the step finite too")
     return _with_note(trial, guilty)
 
 
@@ -51,7 +54,8 @@ def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
 
 
 class _Trial:
-    def __init__(self, replayer: Replayer, batch: Any, size: int, max_replays: int) -> None:
+    def __init__(self, replayer: Replayer, batch: Any, size: int, max_replays: int, with_update: bool = False) -> None:
+        self._with_update = with_update
         self._replayer = replayer
         self._batch = batch
         self._results: dict[frozenset[int], Result] = {}
@@ -63,7 +67,10 @@ class _Trial:
             keep = [i for i in range(self.size) if i not in dropped]
             self._left -= 1
             progress.note("looking for the samples to blame, replay", len(self._results) + 1)
-            self._results[dropped] = self._replayer.plain(window=[select(self._batch, keep, self.size)])
+            result = self._replayer.plain(window=[select(self._batch, keep, self.size)])
+            if self._with_update and result.finite and not update_is_finite(self._replayer):
+                result.bad_gradients = ["the update"]
+            self._results[dropped] = result
         return self._results[dropped]
 
     def is_finite_without(self, dropped: frozenset[int]) -> bool:
@@ -82,6 +89,24 @@ class _Trial:
         if not guilty or len(guilty) > self.size // 2 or not self.result_without(frozenset(guilty)).finite:
             return []
         return guilty
+
+    def smallest_of(self, candidate: list[int]) -> list[int]:
+        """Those of a set that are needed: rows may hold an intended Inf and be innocent. All of it when that takes too long."""
+        if len(candidate) == 1:
+            return candidate
+        try:
+            needed = self._needed(frozenset(), candidate, False)
+            return sorted(needed) if self.is_finite_without(frozenset(needed)) else candidate
+        except _OutOfBudget:
+            return candidate
+
+    def any_would_do(self, guilty: list[int]) -> bool:
+        """Is the step finite as well without as many others? Then it is their number that matters, not which they are."""
+        others = [i for i in range(self.size) if i not in guilty]
+        sets = [others[: len(guilty)], others[-len(guilty) :]]
+        if len(others) < len(guilty) or len(guilty) < 2:
+            return False
+        return all(self.result_without(frozenset(each)).finite for each in sets)
 
     def _needed(self, dropped: frozenset[int], candidates: list[int], has_changed: bool) -> list[int]:
         if has_changed and self.is_finite_without(dropped):
@@ -113,7 +138,9 @@ def _read_off(finding: Finding, batch: Any, size: int) -> Iterator[list[int]]:
         if facts is None:
             continue
         for rows, num_rows in [(facts.rows, facts.num_rows), *facts.operand_rows.values()]:
-            if rows and num_rows % size == 0:
+            if rows and (owners := samples_of_rows(batch, rows, num_rows)):
+                yield owners
+            elif rows and num_rows % size == 0:
                 repeats = num_rows // size
                 yield sorted({row // repeats for row in rows})
                 if repeats > 1:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from ..checkpoint.state import Stateful, TrainState
 from ..core.loss import check_no_backward, check_reached, no_graph, split_loss, unlogged_values
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import DeviceStep, StepView
+from ..forensics import Step as Replayed
+from ..forensics.investigation import is_raised_by_numbers
 from ..forensics.patches import Patches
-from ..forensics.raised import is_numeric
+from ..forensics.raised import is_numeric, is_of_the_program
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
 from ..optim.parameters import all_parameters
@@ -258,7 +260,18 @@ class Step:
     def explains(self, view: StepView) -> bool:
         """Whether what forward or backward raised is a refused step, and not an error of the program."""
         assert view.error is not None
-        return is_numeric(view.error) or self.guards.explain(view)
+        return is_numeric(view.error) or self.guards.explain(view) or self._is_raised_by_numbers(view)
+
+    def _is_raised_by_numbers(self, view: StepView) -> bool:
+        """By a replay, for exceptions whose message does not say it."""
+        if is_of_the_program(cast(BaseException, view.error)) or not self.exchange.replays_alone(self.model):
+            return False
+        replayed = Replayed(
+            self.called, self.training_step, view.window(), self.optimizer, self.precision.name, view.loss_scale,
+            self.transaction.random_state,
+        )  # fmt: skip
+        with self.patches.uncounted():
+            return is_raised_by_numbers(replayed)
 
     # ---- commit or undo ----------------------------------------------------------------------------------------
 

@@ -108,17 +108,32 @@ def _tensors(batch: Any) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _held(item: Any) -> Iterable[tuple[Key, Any]]:
-    if isinstance(item, (type, nn.Module)) or callable(item):
+    if isinstance(item, (type, nn.Module)):
         return ()
-    return _attributes(item, getattr(item, "_fields", getattr(item, "__dict__", ())))
+    if callable(keys := getattr(item, "keys", None)):  # the attributes of a graph are in a store of its own
+        return _attributes(item, [name for name in keys() if isinstance(name, str)])
+    return () if callable(item) else _attributes(item, getattr(item, "_fields", getattr(item, "__dict__", ())))
 
 
 def num_samples(batch: Any) -> int:
-    """Length of the first dimension of the first tensor that has one; 1 when none has."""
+    """Length of the first dimension of the first tensor that has one, or of the first object that is a row of samples itself; 1
+    when there is neither."""
     for _, leaf in walk(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+        if isinstance(leaf, Tensor):
+            if leaf.dim() > 0:
+                return leaf.shape[0]
+        elif (count := own_samples(leaf)) is not None:
+            return count
     return 1
+
+
+def own_samples(item: Any) -> int | None:
+    """How many samples an object holds that is a row of them itself, as the `Batch` of a graph library; None for others."""
+    if isinstance(item, Tensor) or hasattr(item, "_fields") or not _is_leaf(item) or isinstance(item, nn.Module):
+        return None
+    if isinstance(count := getattr(item, "num_graphs", None), int):
+        return count
+    return len(item) if hasattr(item, "__len__") and hasattr(item, "__getitem__") else None
 
 
 # ---- the same nest with other tensors ------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from forensic_cases import incident_of
+from forensic_cases import Tiny, incident_of
 from torch import Tensor, nn
 
-from safetrain.forensics.samples_of import batch_size, select
+from safetrain.forensics.samples_of import batch_size, samples_of_rows, select
+from safetrain.tensors.nest import num_samples
 
 RAGGED = [torch.zeros(length, 3) for length in (4, 3, 7)]
 
@@ -45,3 +47,81 @@ def test_the_guilty_entry_of_a_ragged_list_is_found() -> None:
     sequences[3][1, 0] = float("nan")
     incident = incident_of(nn.Linear(2, 1), loss_fn, {"sequences": sequences, "y": torch.zeros(5)})
     assert incident.samples == [3]
+
+
+class Graphs:
+    """As the batch of a graph library: nodes of all graphs in one tensor, and which graph each is of."""
+
+    def __init__(self, graphs: list[Tensor]) -> None:
+        self.graphs = graphs
+        self.x = torch.cat(graphs)
+        self.batch = torch.repeat_interleave(torch.arange(len(graphs)), torch.tensor([len(g) for g in graphs]))
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.graphs)
+
+    def __len__(self) -> int:
+        return 3  # fields
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.graphs[index]
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor]) -> Graphs:
+        return cls(graphs)
+
+    def keys(self) -> list[str]:
+        return ["x", "batch"]
+
+    def clone(self) -> Graphs:
+        return Graphs([g.clone() for g in self.graphs])
+
+    def to(self, device: Any) -> Graphs:
+        return self
+
+
+def graphs() -> Graphs:
+    nodes = [torch.rand(n, 4) + 0.1 for n in (2, 5, 3, 4)]
+    nodes[2][1] = 0
+    return Graphs(nodes)
+
+
+def test_graphs_are_samples() -> None:
+    batch = graphs()
+    assert batch_size(batch) == num_samples(batch) == 4
+    assert select(batch, [0, 2], 4).batch.tolist() == [0, 0, 1, 1, 1]
+    assert samples_of_rows(batch, [1, 7, 8], 14) == [0, 2]
+
+
+def test_graph_with_a_bad_node_is_found() -> None:
+    def loss_fn(model: nn.Module, batch: Graphs) -> Tensor:
+        return model(batch.x / batch.x.sum(1, keepdim=True)).mean()
+
+    incident = incident_of(Tiny(), loss_fn, graphs())
+    assert incident.samples == [2]
+    assert "batch.x" in incident.lineage[-1].text
+
+
+def test_rows_with_an_intended_inf_are_innocent() -> None:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, hidden = batch
+        scores = model(x).masked_fill(hidden, -math.inf)
+        return -(scores.softmax(1)[:, 0] / x.sum(1)).sum() + scores.exp().sum()
+
+    x = torch.rand(8, 4) + 0.1
+    hidden = torch.zeros(8, 3, dtype=torch.bool)
+    hidden[::2, 1] = True
+    x[4] = 0
+    assert incident_of(Tiny(), loss_fn, (x, hidden)).samples == [4]
+
+
+def test_no_sample_is_named_where_any_would_do() -> None:
+    """Their number is what is wrong, not which they are."""
+
+    def too_many(model: nn.Module, x: Tensor) -> Tensor:
+        room = torch.tensor(6.0 - len(x)).clamp_min(0)
+        return model(x).square().mean() / room
+
+    incident = incident_of(Tiny(), too_many, torch.rand(8, 4))
+    assert incident.samples == []

@@ -125,6 +125,10 @@ class _Walk:
             what = "memory that was never written" if start.uninitialised else "a constant of the code"
             self._end("constant", f"{what}, {start.api or start.op}", start, _whole_output(found))
             return self._links
+        number = None if self._finding.facts is None else self._finding.facts.scalars.get("other")
+        if start.op.startswith("div") and number is not None and abs(number) < TINY and len(found.operands) == 1:
+            self._end("constant", "the divisor is the number 0 (of Python, not a tensor)", start)
+            return self._links
         spot = self._fatal(found)
         if spot is None:
             return []

@@ -14,7 +14,6 @@ from torch import nn
 
 from ...core.numbers import amount, listed
 from ...forensics import Effort, Step, diagnose
-from ...forensics.raised import is_numeric
 from ...forensics.scan import is_healthy
 from ...precision import islands
 from ...tensors.devices import wide
@@ -73,7 +72,7 @@ def _investigated(subject: Subject, read: Read, seen: dict[str, Any]) -> Outcome
     with subject.clean():
         seed_everything(read.position)
         diagnosis = diagnose(_step(subject, read), Effort(max_replays=24))
-    if diagnosis.error is not None and not is_numeric(diagnosis.error) and diagnosis.origin.op is None:
+    if diagnosis.error is not None and diagnosis.is_error_of_the_program:
         return _raised(subject, diagnosis.error)
     if diagnosis.healthy:
         return warned(
