@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
+from ..config.private import digest, private_keys
 from ..config.render import to_dict
 from ..config.schema import Config
 from ..errors import ConfigError
@@ -41,10 +42,21 @@ def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def check_changes(before: Config, after: Config, force: bool) -> list[str]:
-    """One line for each change. Raises ConfigError if one of them changes the training itself, unless `force`."""
+def check_changes(before: Config, after: Config, force: bool, recorded: Mapping[str, str] | None = None) -> list[str]:
+    """One line for each change. Raises ConfigError if one of them changes the training itself, unless `force`.
+
+    `recorded`: digests of values from the environment, as they were when the run started.
+    """
     found = changes(before, after)
-    lines = {key: f"{key}: {old!r} -> {new!r}" for key, (old, new) in found.items()}
+    private = {*private_keys(before), *private_keys(after)}
+    lines = {
+        key: f"{key}: from the environment, with another value" if key in private else f"{key}: {old!r} -> {new!r}"
+        for key, (old, new) in found.items()
+    }
+    values = dict(_leaves(to_dict(after)))
+    for key, digits in (recorded or {}).items():
+        if key not in lines and digest(key, values.get(key)) != digits:
+            lines[key] = f"{key}: from the environment, with another value than when the run started"
     refused = [line for key, line in lines.items() if not any(fnmatch(key, pattern) for pattern in FREE)]
     if refused and not force:
         raise ConfigError(

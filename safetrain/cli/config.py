@@ -39,12 +39,12 @@ def show(loaded: LoadedConfig, origin: bool, docs: bool, as_json: bool) -> None:
       safetrain config show quickstart
       safetrain config show my.yaml optimizer.lr=1e-4 --origin --docs
     """
-    from ..config.render import to_dict, to_yaml
+    from ..config.render import to_public_dict, to_yaml
 
     if as_json and (origin or docs):
         raise click.UsageError("JSON has no comments: --json excludes --origin and --docs")
     if as_json:
-        click.echo(json.dumps(_valid_json(to_dict(loaded.config)), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_valid_json(to_public_dict(loaded.config)), indent=2, ensure_ascii=False))
     else:
         click.echo(to_yaml(loaded.config, loaded.origins if origin else None, docs), nl=False)
 

@@ -80,10 +80,10 @@ def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -
             f"{path} is missing, and the model is built from it.\n"
             "To fix: keep the bundle in its run (RUN/incidents/step-000042), and copy the whole run when you move it."
         )
-    config = load(str(path), overrides, device=device).config
-    # A replay needs the model, the loss and the optimizer, and must not depend on the rest.
-    config.data.train = config.data.eval = config.scheduler = None
-    config.guards, config.recovery, config.logging.sinks = {}, type(config.recovery)(), []
+    # A replay needs the model, the loss and the optimizer, and must not depend on the rest: nor on the environment it is read from.
+    unneeded = ("data.train=null", "data.eval=null", "scheduler=null", "guards=null", "recovery={}", "logging={}")
+    config = load(str(path), (*overrides, *unneeded), device=device).config
+    config.guards = {}
     config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
     return config
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .tree import BROKEN, KeyPath, Node, Problems, from_python, plain, rewrite
+from .tree import BROKEN, TARGET, KeyPath, Node, Problems, from_python, leaves, plain, rewrite
+
+ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 
 
-def interpolate(tree: Node, problems: Problems) -> Node:
-    """The tree with every interpolation resolved; those that cannot be are added to `problems`."""
+def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | None = None) -> Node:
+    """The tree with every interpolation resolved; those that cannot be are added to `problems`.
+
+    What holds a value of the environment is added to `private`, as it should be shown to others: not resolved.
+    """
     found_at: list[KeyPath] = []
+    variables = {name: os.environ.get(name, "") for name in _variables_in(tree)}
+
+    def note_private(node: Node, path: KeyPath, written: str) -> Node:
+        if private is not None and TARGET not in path and isinstance(node.value, (str, int, float)):
+            if ENVIRONMENT.search(written):
+                private[path] = written
+            elif found := [name for name, value in variables.items() if len(value) > 3 and value in str(node.value)]:
+                private[path] = str(node.value)
+                for name in found:
+                    private[path] = private[path].replace(variables[name], f"${{oc.env:{name}}}")
+        return node
 
     def without_unreadable(node: Node, path: KeyPath) -> Node:
         """OmegaConf refuses a whole tree for one syntax error: find them one by one."""
@@ -40,7 +58,11 @@ def interpolate(tree: Node, problems: Problems) -> Node:
             why = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
             problems.add(node.place, path, f"{node.value!r} cannot be resolved: {why}")
             return Node(BROKEN, node.place)
-        return from_python(found, node.place, problems, path)
+        made = from_python(found, node.place, problems, path)
+        if not variables:
+            return made
+        written = node.value if not isinstance(made.value, (dict, list)) else ""
+        return rewrite(made, lambda below, rest: note_private(below, (*path, *rest), written))
 
     tree = rewrite(tree, without_unreadable)
     if not found_at:
@@ -51,6 +73,11 @@ def interpolate(tree: Node, problems: Problems) -> Node:
         problems.append(_first_line(error))
         return tree
     return rewrite(tree, resolved)
+
+
+def _variables_in(tree: Node) -> set[str]:
+    texts = [node.value for _, node in leaves(tree) if isinstance(node.value, (str, list))]
+    return {name for text in texts for name in ENVIRONMENT.findall(str(plain(Node(text, tree.place))))}
 
 
 def _is_interpolation(node: Node) -> bool:

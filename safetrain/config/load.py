@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
 from .interpolate import interpolate
 from .merge import Override, apply_overrides, merge
+from .private import keep_private
 from .schema import Config
 from .sources import FileReader, find_config
 from .targets import with_absolute_targets
@@ -68,7 +69,8 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     tree = merge(defaults, tree)
     tree = apply_overrides(tree, defaults, changes, problems)
     tree = _named_after_file(tree, path)
-    tree = with_absolute_targets(interpolate(tree, problems))
+    private: dict[KeyPath, str] = {}
+    tree = with_absolute_targets(interpolate(tree, problems, private))
     tree = tree.having("guards", complete_guards(tree.value["guards"], defaults, problems))
     tree = validate(tree, problems)
     if problems:
@@ -76,6 +78,7 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     origins = {dotted(key): node.place.origin for key, node in leaves(tree)}
     config = _typed(tree)
     vars(config)[_CHECKED] = repr(config)
+    keep_private(config, private)
     return LoadedConfig(config, origins, path)
 
 

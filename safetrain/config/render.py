@@ -12,6 +12,7 @@ from ..core.fields import fields_of
 from ..core.options import config_key, field_docs
 from ..core.scalars import IMPLICIT_RESOLVERS
 from ..guards import REGISTRY
+from .private import digest_lines, digests, with_private_unresolved
 from .schema import Config
 from .tree import TARGET, KeyPath, dotted, escape
 
@@ -22,12 +23,18 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, docs: bool = False) -> str:
-    """Complete YAML; `load_config` of it gives an equal config.
+    """Complete YAML; `load_config` of it gives an equal config. Values from the environment are not resolved in it.
 
     `origins` puts where each value came from behind it, `docs` puts what each field does above it.
     """
-    lines = _mapping(_escaped(to_dict(config)), (), Config, origins, docs)
-    return "\n".join(lines).rstrip("\n") + "\n"
+    data = to_dict(config)
+    lines = _mapping(with_private_unresolved(config, _escaped(data)), (), Config, origins, docs)
+    return "\n".join(lines).rstrip("\n") + "\n" + digest_lines(digests(config, data))
+
+
+def to_public_dict(config: Config) -> dict[str, Any]:
+    """`to_dict`, with values from the environment as they were written."""
+    return with_private_unresolved(config, to_dict(config))
 
 
 def _mapping(

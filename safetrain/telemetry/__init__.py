@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
+from ..config.render import to_public_dict
 from ..config.schema import Config, Target
 from ..config.targets import instantiate
 from ..core.rundir import JOURNAL
@@ -60,7 +60,7 @@ def _console(config: Config) -> list[Sink]:
 
 
 def _curves(config: Config, config_text: str, run_dir: Path, resume: ResumePoint | None) -> list[Sink]:
-    settings = dataclasses.asdict(config)
+    settings = to_public_dict(config)
     sinks: list[Sink] = []
     if config.logging.tensorboard:
         from .environment import environment

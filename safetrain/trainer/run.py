@@ -22,6 +22,7 @@ from ..checkpoint import Loaded, open_store
 from ..checkpoint.compatibility import check_changes
 from ..checkpoint.plain import rebuild
 from ..config import load_config, to_yaml
+from ..config.private import private_keys, read_digests
 from ..config.schema import Config
 from ..core import ownership
 from ..core.files import to_json, write_text
@@ -120,7 +121,8 @@ class Run:
         self.dir = named.absolute()  # user code may change the working directory
         self._lock = RunLock(self.dir)
         if resume:
-            changed = check_changes(load_config(self.dir / CONFIG), self.config, force=resume == "force")
+            before, recorded = load_config(self.dir / CONFIG), read_digests((self.dir / CONFIG).read_text("utf-8"))
+            changed = check_changes(before, self.config, resume == "force", recorded)
             self._notes += [f"the config was changed for this resume: {change}" for change in changed]
         return named, self.dir, bool(resume)
 
@@ -179,7 +181,9 @@ class Run:
         if self.resumed is not None:
             about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
         self.telemetry.started(about)
-        for note in (*self._notes, *notes):
+        private = ", ".join(private_keys(self.config))
+        told = [f"from the environment, and not resolved in what is written: {private}"] if private else []
+        for note in (*self._notes, *told, *notes):
             self.telemetry.noted(note)
 
     def warn_once(self, text: str) -> None:

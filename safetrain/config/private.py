@@ -1,0 +1,67 @@
+"""Values of a config that come from the environment (`${oc.env:TOKEN}`): used as they are, and never written down or shown.
+
+The run directory, its report, TensorBoard and trackers get the interpolation as it was written. `config.yaml` ends with a short digest
+of each value, so that a resume under another environment is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .schema import Config
+from .tree import KeyPath, dotted
+
+_PRIVATE = "_private_values"
+_DIGEST = re.compile(r"^# from the environment: (\S+) ([0-9a-f]{8})$", re.M)
+
+
+def keep_private(config: Config, written: Mapping[KeyPath, str]) -> None:
+    """Remember how these values were written. Goes with the config when it is copied."""
+    vars(config)[_PRIVATE] = dict(written)
+
+
+def private_keys(config: Config) -> list[str]:
+    return [dotted(path) for path in vars(config).get(_PRIVATE, {})]
+
+
+def with_private_unresolved(config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """`data`, the config as dicts and lists, with these values as they were written; changed in place."""
+    for path, written in vars(config).get(_PRIVATE, {}).items():
+        parent = _find(data, path[:-1])
+        if (isinstance(parent, dict) and path[-1] in parent) or (
+            isinstance(parent, list) and isinstance(path[-1], int) and path[-1] < len(parent)
+        ):
+            parent[path[-1]] = written
+    return data
+
+
+def digests(config: Config, data: dict[str, Any]) -> dict[str, str]:
+    """Eight hexadecimal digits for each of these values."""
+    return {dotted(path): digest(dotted(path), _find(data, path)) for path in vars(config).get(_PRIVATE, {})}
+
+
+def digest_lines(found: Mapping[str, str]) -> str:
+    """As comments, for the end of a config file."""
+    return "".join(f"# from the environment: {key} {digits}\n" for key, digits in found.items())
+
+
+def read_digests(text: str) -> dict[str, str]:
+    return dict(_DIGEST.findall(text))
+
+
+def digest(key: str, value: Any) -> str:
+    return hashlib.sha256(f"{key}={value}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def _find(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return None
+    return data
