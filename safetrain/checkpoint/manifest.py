@@ -13,10 +13,11 @@ from typing import Any
 
 import xxhash
 
-from ..core.files import to_json
+from ..core.files import read_text, to_json
 
 SCHEMA = 1
 NAME = "manifest.json"
+MAX_MANIFEST = 2**24
 
 
 class Damaged(Exception):
@@ -42,6 +43,16 @@ class Manifest:
     """`bytes` and `xxh3_128` of each file, by its name."""
     schema: int = SCHEMA
 
+    def wrong_types(self) -> str | None:
+        """The fields that are not what they should be, in a file that somebody else wrote."""
+        kinds = {"step": int, "num_committed": int, "epoch": int, "time": str, "version": str, "files": dict}
+        wrong = [name for name, kind in kinds.items() if type(getattr(self, name)) is not kind]
+        wrong += [name for name in ("step", "num_committed", "epoch") if name not in wrong and getattr(self, name) < 0]
+        for file, about in () if "files" in wrong else self.files.items():
+            if type(about) is not dict or type(about.get("bytes")) is not int or type(about.get("xxh3_128")) is not str:
+                wrong.append(file)
+        return f"wrong: {', '.join(wrong)}" if wrong else None
+
     def render(self) -> str:
         body = dataclasses.asdict(self)
         if self.metric is not None:
@@ -64,7 +75,7 @@ class Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Raises Damaged, or UnknownSchema when it is intact but of another format."""
     try:
-        text = (directory / NAME).read_bytes().decode()
+        text = read_text(directory / NAME, MAX_MANIFEST)
         body = json.loads(text)
         sound = isinstance(body, dict) and _sealed({k: v for k, v in body.items() if k != "checksum"}) == text
     except OSError as error:
@@ -83,6 +94,8 @@ def read_manifest(directory: Path) -> Manifest:
         metric = fields.pop("metric")
         manifest = Manifest(**fields, metric=None if metric is None else float(metric))
         names_are_plain = all(Path(name).name == name for name in manifest.files)
+        if problem := manifest.wrong_types():
+            raise TypeError(problem)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{NAME} is incomplete: {error!r}") from error
     if not names_are_plain:

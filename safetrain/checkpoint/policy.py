@@ -24,7 +24,7 @@ from ..core.rundir import CHECKPOINTS
 from ..core.verdict import Action, Verdict
 from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, SafetrainError, UsageError
 from .group_store import open_store
 from .manifest import Damaged, Manifest, read_manifest
 from .saver import Saver
@@ -93,8 +93,9 @@ class CheckpointPolicy:
             check_dense(self._parts.model)
         problem = None
         if resumed is not None:
-            resumed.state.restore_progress(self._progress)
-            resumed.state.restore_training(self._parts)
+            with _as_saved(resumed.path):
+                resumed.state.restore_progress(self._progress)
+                resumed.state.restore_training(self._parts)
             resumed.state.tensors.clear()  # they are the model's now; no need for two copies
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
@@ -335,6 +336,21 @@ class CheckpointPolicy:
         raise CheckpointError(
             "there is no state to go back to.\nTo fix: set checkpoint.snapshot_every or checkpoint.enabled."
         )
+
+
+@contextmanager
+def _as_saved(path: Path) -> Iterator[None]:
+    """A state that was written by another program, or for other parts, is said to be one."""
+    try:
+        yield
+    except SafetrainError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state in {path} does not fit this run: {type(error).__name__}: {error}.\n"
+            "To fix: build the same model, optimizer, data and guards as the run that saved it; or resume from an older checkpoint, by "
+            "moving this one away."
+        ) from error
 
 
 @contextmanager

@@ -26,8 +26,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..core.files import sync
 from ..errors import CheckpointError
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
+from .plain import load_plain
 from .shards import METADATA, plain_memory, read_shards
 from .soundness import is_second_moment, peaks_of, problems_in
 from .state import TrainState
@@ -167,9 +169,9 @@ class CheckpointStore:
                 tensors |= read_shards(path, plain_memory)
             for part, name in OWN_FILE.items():
                 if name in manifest.files:
-                    tensors |= {f"{part}/{key}": tensor for key, tensor in load_file(path / name).items()}
+                    tensors |= {f"{part}/{key}": tensor for key, tensor in _load_tensors(path / name).items()}
             if OTHERS in manifest.files:
-                tensors |= load_file(path / OTHERS)
+                tensors |= _load_tensors(path / OTHERS)
         return Loaded(path, manifest, TrainState(tensors, rest))
 
     def load_newest(self) -> Loaded | None:
@@ -222,11 +224,44 @@ def _damaged_if_unreadable() -> Iterator[None]:
         raise Damaged(f"it cannot be loaded: {what}") from error
 
 
+MAX_HEADER = 32 * 2**20
+"""Bytes of the names and shapes in one file: a quarter of a million tensors."""
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER:
+        raise Damaged(f"{path.name} has a header of {size} bytes, more than {MAX_HEADER}")
+    return load_file(path)
+
+
 def read_rest(path: Path) -> dict[str, Any]:
     """The state of a checkpoint apart from its tensors, and those tensors that safetensors cannot hold."""
     with _damaged_if_unreadable():
-        rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+        rest: dict[str, Any] = load_plain(path / REST)
+        if (problem := _wrong_in(rest)) is not None:
+            raise Damaged(f"{REST} is not as it was written: {problem}")
     return rest
+
+
+KINDS = {
+    "num_committed": int, "optimizer": dict, "guards": dict, "extra_state": dict, "born_bad": list, "buffers": list, "eval_mode": list,
+    "tied": dict, "random": dict, "tensors": dict,
+}  # fmt: skip
+
+
+def _wrong_in(rest: Any) -> str | None:
+    """What a state has of another type than it should."""
+    if not isinstance(rest, dict):
+        return f"it is a {type(rest).__name__}"
+    wrong = [name for name, kind in KINDS.items() if not isinstance(rest.get(name, kind()), kind)]
+    optimizer = rest.get("optimizer", {})
+    if "optimizer" not in wrong and not all(
+        isinstance(optimizer.get(name, {}), dict) for name in ("packed", "tensors")
+    ):
+        wrong.append("optimizer")
+    return f"of another type than they should be: {', '.join(wrong)}" if wrong else None
 
 
 def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -263,7 +298,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
@@ -271,6 +306,6 @@ def sync_directory(path: Path) -> None:
     with contextlib.suppress(PermissionError, NotImplementedError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            sync(descriptor)
         finally:
             os.close(descriptor)

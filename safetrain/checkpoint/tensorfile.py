@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from ..core import progress
+from ..core.files import sync
 
 TYPES = {
     torch.float64: "F64",
@@ -81,13 +81,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], not_negative: Itera
                 progress.note("MB written", file.tell() >> 20, num_bytes >> 20)
                 if num_unflushed >= FLUSH and (flushed is None or flushed.done()):
                     num_unflushed = 0
-                    flushed = background.submit(os.fsync, file.fileno())
+                    flushed = background.submit(sync, file.fileno())
             if not finite:
                 done.suspects.append(name)
         done.num_bytes = file.tell()
         if flushed is not None:
             flushed.result()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     done.checksum = digest.hexdigest()
     return done
 

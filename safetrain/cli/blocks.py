@@ -28,7 +28,7 @@ def show(incident: Incident, title: str, style: str = "red", before: Iterable[st
 
 
 def say(text: str, style: str | None = None) -> None:
-    from ..incidents.render import printable
+    from ..core.text import printable
 
     echo(click.style(printable(text), fg=style, bold=style is not None))
 

@@ -13,6 +13,7 @@ import click
 
 from ..core.numbers import listed
 from ..core.progress import note
+from ..core.text import printable
 from ..errors import NonFiniteError, SafetrainError, UsageError
 from ..incidents.render import NUM_SAMPLES
 from .bars import progress_bar
@@ -286,19 +287,35 @@ def _incidents_of(run: Path) -> list[Incident]:
 
     by_step: dict[int, Incident] = {}
     journal = run / JOURNAL
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else ():
+    for line in _lines_of(journal):
         try:
             record = json.loads(line)
             if record.get("event") == "incident":
                 incident = incident_from({key: value for key, value in record.items() if key != "event"})
                 by_step[incident.step] = incident
-        except (ValueError, TypeError, AttributeError):  # the end of a line that was being written, or a newer format
-            continue
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            continue  # the end of a line that was being written, a newer format, or damage
     for directory in sorted((run / INCIDENTS).glob("step-*")):
         if (directory / "incident.json").is_file():
-            incident = read_incident(directory)
+            try:
+                incident = read_incident(directory)
+            except UsageError as problem:
+                click.echo(printable(f"left out: {problem}"), err=True)
+                continue
             by_step[incident.step] = incident
     return sorted(by_step.values(), key=lambda incident: incident.step, reverse=True)
+
+
+def _lines_of(journal: Path) -> list[str]:
+    from ..core.files import read_text
+
+    try:
+        return read_text(journal).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        click.echo(printable(f"left out: {problem}"), err=True)
+        return []
 
 
 def _share_remedies(incidents: list[Incident]) -> None:

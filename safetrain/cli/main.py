@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
+from ..core.text import printable
 from ..errors import HangError, Interrupted, RankError, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
@@ -104,7 +106,9 @@ def run(arguments: list[str], verbose: bool = False) -> int:
         code = program.main(arguments, prog_name="safetrain", standalone_mode=False, obj="verbose" if verbose else None)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
-        error.show()
+        with io.StringIO() as text:
+            error.show(text)
+            click.echo(printable(text.getvalue()), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -113,7 +117,7 @@ def run(arguments: list[str], verbose: bool = False) -> int:
         if verbose:
             traceback.print_exc()
         else:
-            click.echo(str(error), err=True)
+            click.echo(printable(str(error)), err=True)
         from ..distributed.launch import record_failure
 
         record_failure(error, exit_code(error))

@@ -49,7 +49,7 @@ def command(run: Path, compare: Path | None, out: Path | None, opened: bool, as_
         }
         click.echo(to_json(fields))
     elif not quiet:
-        from ..incidents.render import printable
+        from ..core.text import printable
 
         for verdict in written.verdicts:
             click.echo(printable(f"{verdict.word}: {verdict.sentence}"))

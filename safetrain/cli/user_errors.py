@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from ..core.text import printable
+
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUNDLED = os.path.join(PACKAGE, "bundled")
 """Recipes and configs are the user's, wherever they lie."""
@@ -20,9 +22,9 @@ def show_user_error(error: BaseException, stage: str, run_dir: Path | None = Non
     context = click.get_current_context(silent=True)
     trace = traceback.TracebackException.from_exception(error)
     num_hidden = 0 if context is not None and context.obj == "verbose" else _prune(trace)
-    click.echo("".join(trace.format()), err=True)
+    click.echo(printable("".join(trace.format())), err=True)
     hidden = f" ({num_hidden} frames of safetrain and torch are left out above; -v shows them)" if num_hidden else ""
-    click.echo(f"To fix: {advice(error)}{hidden}", err=True)
+    click.echo(printable(f"To fix: {advice(error)}{hidden}"), err=True)
     if run_dir is not None:
         several = f" --nproc {size}" if (size := os.environ.get("WORLD_SIZE", "1")) != "1" else ""
         click.echo(f"Then go on from the last checkpoint: safetrain resume {run_dir}{several}", err=True)

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .tree import BROKEN, TARGET, KeyPath, Node, Problems, from_python, leaves, plain, rewrite
+from .tree import BROKEN, TARGET, KeyPath, Node, Problems, dotted, from_python, leaves, plain, rewrite
 
 ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 
@@ -37,9 +37,14 @@ def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | No
         if not _is_interpolation(node):
             return node
         found_at.append(path)
+        if len(node.value) > MAX_LENGTH:
+            problems.add(
+                node.place, path, f"an interpolation of {len(node.value)} characters; {MAX_LENGTH} are allowed"
+            )
+            return Node(BROKEN, node.place)
         try:
             OmegaConf.create({"value": node.value})
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             why = f"is not a valid interpolation ({_first_line(error)}); write \\${{ for a literal ${{"
             problems.add(node.place, path, f"{node.value!r} {why}")
             return Node(BROKEN, node.place)
@@ -67,12 +72,51 @@ def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | No
     tree = rewrite(tree, without_unreadable)
     if not found_at:
         return tree
+    if culprit := _explosion(tree):
+        problems.append(
+            f"the interpolations multiply: {culprit!r} amounts to more than {MAX_SIZE} characters; write it out"
+        )
+        return tree
     try:
         container = OmegaConf.create(plain(tree))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         problems.append(_first_line(error))
         return tree
     return rewrite(tree, resolved)
+
+
+MAX_LENGTH, MAX_SIZE, MAX_NESTED = 4000, 1_000_000, 40
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+
+
+def _explosion(tree: Node) -> str | None:
+    """An interpolation that would grow without bounds, because each of several refers to others several times. Found without
+    resolving any."""
+    texts = {dotted(path): node.value for path, node in leaves(tree) if _is_interpolation(node)}
+    sizes: dict[str, int] = {}
+
+    def size_of(key: str, depth: int) -> int:
+        if key in sizes or depth > 50:  # a circle is reported when it is resolved
+            return sizes.get(key, 1)
+        inside = [name for name in texts if name == key or name.startswith(f"{key}.")]
+        total = 0
+        sizes[key] = 1
+        for name in inside:
+            used = (part.split(":")[-1].strip() for part in _REFERENCE.findall(texts[name]))
+            total += len(texts[name]) + sum(size_of(part, depth + 1) for part in used)
+        sizes[key] = max(total, 1)
+        return sizes[key]
+
+    nested = 0
+    for key, value in texts.items():
+        text = str(value)
+        if "oc.create" in text and "&" in text:
+            return text
+        is_plain = text.count("${") == len(_REFERENCE.findall(text)) and "${." not in text
+        nested += 0 if is_plain else text.count("${")
+        if size_of(key, 0) > MAX_SIZE or nested > MAX_NESTED:
+            return text[:80]
+    return None
 
 
 def _variables_in(tree: Node) -> set[str]:

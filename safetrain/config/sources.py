@@ -8,9 +8,10 @@ from pathlib import Path
 
 from .merge import merge
 from .targets import with_absolute_targets
-from .tree import Node, Place, Problems, YamlError, from_yaml
+from .tree import MAX_BYTES, Node, Place, Problems, YamlError, from_yaml
 
 EXTENDS = "extends"
+MAX_FILES = 100
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -54,9 +55,15 @@ class FileReader:
     def __init__(self, main: Path, problems: Problems) -> None:
         self.main = main
         self.problems = problems
+        self._num_read = 0
 
     def read(self, path: Path, chain: tuple[Path, ...] = ()) -> Node | None:
         """The file laid over everything it extends; None if it is empty or cannot be read."""
+        self._num_read += 1
+        if self._num_read > MAX_FILES:
+            if self._num_read == MAX_FILES + 1:
+                self.problems.append(f"{display(path)}: more than {MAX_FILES} files extend each other; remove some")
+            return None
         node = self._parse(path)
         if node is None:
             return None
@@ -110,6 +117,12 @@ class FileReader:
         label = display(path)
         origin = os.path.relpath(path, self.main.parent)
         try:
+            if path.stat().st_size > 4 * MAX_BYTES:
+                raise YamlError(
+                    f"{path.stat().st_size >> 10} KB are too much for a config; keep data in files of its own",
+                    None,
+                    None,
+                )
             text = path.read_text(encoding="utf-8")
             node = from_yaml(
                 text, lambda line: Place(f"{label}:{line}", f"{origin}:{line}", path.parent), self.problems

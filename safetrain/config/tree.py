@@ -16,6 +16,8 @@ from ..core.options import config_key
 from ..core.scalars import Loader, scalar_value
 
 TARGET = "_target_"
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 2**19, 20_000, 64
+"""What a config file may amount to, with its aliases written out. Larger ones are not configs, or made to exhaust the reader."""
 BROKEN = object()
 """Stands for a value whose problem was already reported, so that it is not reported twice."""
 KeyPath = tuple[Any, ...]
@@ -159,8 +161,16 @@ class YamlError(Exception):
 
 def from_yaml(text: str, place_of_line: Callable[[int], Place], problems: Problems) -> Node | None:
     """The tree of a YAML document with the place of every key; None for an empty document."""
+    if len(text) > MAX_BYTES:
+        raise YamlError(
+            f"{len(text) >> 10} KB are too much for a config ({MAX_BYTES >> 10} KB); keep data in files of its own",
+            None,
+            None,
+        )
     try:
         document = yaml.compose(text, Loader=Loader)
+    except RecursionError:
+        raise _too_deep(None) from None
     except yaml.MarkedYAMLError as error:
         raise _yaml_error(error, text) from None
     except yaml.YAMLError as error:
@@ -168,6 +178,10 @@ def from_yaml(text: str, place_of_line: Callable[[int], Place], problems: Proble
     if document is None:
         return None
     return _Builder(place_of_line, problems).node(document, place_of_line(document.start_mark.line + 1), ())
+
+
+def _too_deep(line: int | None) -> YamlError:
+    return YamlError(f"nested more than {MAX_DEPTH} levels deep; a config is not", line, None if line is None else 1)
 
 
 def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
@@ -189,11 +203,20 @@ class _Builder:
         self.place_of_line = place_of_line
         self.problems = problems
         self.open: list[yaml.Node] = []
+        self.num_values = 0
 
     def node(self, source: yaml.Node, place: Place, path: KeyPath) -> Node:
         if any(source is parent for parent in self.open):
             self.problems.add(place, path, "the alias refers to the node that contains it; write the values out")
             return Node(BROKEN, place)
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            message = (
+                f"with its aliases written out it has more than {MAX_VALUES} values; keep data in files of its own"
+            )
+            raise YamlError(message, source.start_mark.line + 1, 1)
+        if len(self.open) > MAX_DEPTH:
+            raise _too_deep(source.start_mark.line + 1)
         self.open.append(source)
         try:
             if isinstance(source, yaml.MappingNode):

@@ -1,10 +1,12 @@
-"""The one place that writes files: whole or not at all, and JSON that every parser accepts."""
+"""The one place that writes files: whole or not at all, and JSON that every parser accepts. And reads them, if they are not too large."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,31 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), allow_nan=False, indent=indent)
 
 
+MAX_TEXT = 256 * 2**20
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
+    """The text of a file that may come from anywhere. Raises OSError for what is no ordinary file, or larger than that; bytes that
+    are not UTF-8 are replaced."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+        if about.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {about.st_size >> 20} MB, more than {max_bytes >> 20}", str(path))
+        return file.read(max_bytes).decode("utf-8", errors="replace")
+
+
+def sync(descriptor: int) -> None:
+    """fsync, where the file system can: some network and user-space ones cannot, and say so."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EROFS):
+            raise
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Write to the path given; on leaving it is flushed to disk and renamed to `path`: old file or new, never half of one."""
@@ -43,7 +70,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -51,4 +78,4 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -36,7 +36,7 @@ def scalar(text: str) -> Any:
     """What YAML makes of a piece of plain text; the text itself if it is more than a scalar."""
     try:
         document = yaml.compose(text, Loader=Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
     return scalar_value(document) if isinstance(document, yaml.ScalarNode) else text
 

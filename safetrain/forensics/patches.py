@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from ..core.text import source_of_file
 from .backward_functions import FiniteBackward
 from .frames import Place
 from .substitutes import Patch, SafeVariant
@@ -103,11 +103,11 @@ class Patches:
         """A patch whose line has changed is left out, with a warning."""
         for entry in state["patches"]:
             file, line, names = entry["file"], entry["line"], entry["operations"]
-            linecache.checkcache(file)
+            source = source_of_file(file)
             patch = Patch(
                 Place(file, line, entry["code"], entry["function"]), None if names is None else frozenset(names)
             )
-            if linecache.getline(file, line).strip() != entry["code"]:
+            if not 0 < line <= len(source) or source[line - 1].strip() != entry["code"]:
                 logging.getLogger("safetrain").warning("%s has changed, its patch is no longer in", _described(patch))
             elif self.add(patch, entry["fix"]) is not None:
                 self._active[patch].variant.num_hits = entry["num_uses"]

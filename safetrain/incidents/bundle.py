@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.plain import rebuild, to_loadable
-from ..core.files import replacing, to_json, write_text
-from ..core.incident import SCHEMA, Incident, restore_numbers
+from ..checkpoint.plain import load_plain, misfits, rebuild, to_loadable
+from ..core.files import read_text, replacing, to_json, write_text
+from ..core.incident import SCHEMA, Incident, describe_operand, restore_numbers
 from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
 from ..forensics.patches import Patches
@@ -36,10 +36,13 @@ from .batch_codec import encode
 
 INCIDENT, REPLAY, INCIDENTS = "incident.json", "replay.pt", "incidents"
 REPLAY_SCHEMA = 1
-CONTENTS = {
-    "schema", "random_state", "precision", "loss_scale", "loss", "num_committed", "is_late", "eval_mode", "islands", "patches",
-    "window", "model", "buffers", "beside", "checkpoint", "optimizer",
+CONTENTS: dict[str, tuple[type, ...]] = {
+    "schema": (int,), "random_state": (dict,), "precision": (str,), "loss_scale": (int, float), "loss": (float, type(None)),
+    "num_committed": (int,), "is_late": (bool,), "eval_mode": (list,), "islands": (list,), "patches": (list,),
+    "window": (list, type(None)), "model": (dict, type(None)), "buffers": (dict,), "beside": (list,),
+    "checkpoint": (dict, type(None)), "optimizer": (dict,),
 }  # fmt: skip
+"""What `replay.pt` holds, and of which types."""
 
 
 def write_report(directory: Path, incident: Incident) -> None:
@@ -194,7 +197,7 @@ def read_bundle(path: str | Path) -> Bundle:
             "To fix: choose another incident of the run; forensics.max_incidents says how many are kept whole."
         )
     try:
-        contents = torch.load(file, map_location="cpu", weights_only=True)
+        contents = load_plain(file)
         is_known = isinstance(contents, dict) and contents.get("schema") == REPLAY_SCHEMA
     except Exception as error:  # a forged file can make its reader raise anything, but never run anything
         what = (str(error).splitlines() or [type(error).__name__])[0]
@@ -202,10 +205,12 @@ def read_bundle(path: str | Path) -> Bundle:
             f"{file} is not as safetrain wrote it, and nothing of it was run: {what}\n"
             "To fix: get the bundle again from where the run was."
         ) from error
-    if not is_known or not contents.keys() >= CONTENTS:
+    if not is_known or not contents.keys() >= CONTENTS.keys():
         raise UsageError(
             f"{file} is of a format that this safetrain does not know.\nTo fix: use the version that wrote it."
         )
+    if wrong := [name for name, kinds in CONTENTS.items() if not isinstance(contents[name], kinds)]:
+        raise UsageError(f"{file} is not as safetrain wrote it: {', '.join(wrong)}.\nTo fix: get the bundle again.")
     return Bundle(directory, incident, contents)
 
 
@@ -213,7 +218,7 @@ def read_incident(directory: Path) -> Incident:
     """The incident of a bundle, from its `incident.json`."""
     file = directory / INCIDENT
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(file))
         incident = incident_from(fields)
     except OSError as error:
         raise UsageError(
@@ -230,6 +235,11 @@ def incident_from(fields: dict[str, Any]) -> Incident:
     """From what `Incident.to_dict` gave."""
     if fields.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {fields.get('schema')!r}, and this safetrain knows {SCHEMA}")
-    incident = rebuild(Incident, {name: value for name, value in fields.items() if name != "id"})
+    fields = {name: value for name, value in fields.items() if name != "id"}
+    if wrong := misfits(Incident, fields):
+        raise ValueError(f"these are not what they should be: {', '.join(wrong[:5])}")
+    incident = rebuild(Incident, fields)
     restore_numbers(incident)
+    for operand in (*incident.origin.inputs, *incident.origin.outputs):
+        describe_operand(operand)  # raises if it is not one
     return incident

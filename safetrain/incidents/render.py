@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.files import write_text
 from ..core.incident import describe_operand
 from ..core.numbers import exact, listed
+from ..core.text import printable, source_of_file
 
 if TYPE_CHECKING:
     from ..core.incident import Incident
@@ -105,11 +105,6 @@ def paragraph(label: str, text: str, max_lines: int | None = None) -> list[str]:
     return [f"  {label if index == 0 else '':{LABEL}}{line}".rstrip() for index, line in enumerate(lines)]
 
 
-def printable(text: str) -> str:
-    """Control characters, which a terminal would act on, are shown as escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def _first_bad_operation(incident: Incident, context: int) -> list[str]:
     place, *source = source_lines(incident, context) or [""]
     at = "first used at" if incident.origin.phase in ("data", "params") else "at"
@@ -171,8 +166,7 @@ def caller_lines(incident: Incident, context: int = 3) -> list[str]:
 
 
 def _listed_source(file: str, line: int, code: str, context: int) -> list[str]:
-    linecache.checkcache(file)
-    source = linecache.getlines(file)
+    source = source_of_file(file)
     if len(source) < line or source[line - 1].strip() != code:
         shown = [(line, code)]
     else:

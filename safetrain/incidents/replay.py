@@ -10,8 +10,8 @@ print(replayed.verdict, replayed.incident.render())
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..checkpoint.manifest import Damaged
 from ..checkpoint.plain import from_loadable
 from ..config import import_target
 from ..core.incident import Incident, Outcome, Trigger
-from ..errors import UsageError
+from ..errors import SafetrainError, UsageError
 from ..forensics import Diagnosis, Effort, Step, diagnose
 from ..forensics.patches import Patches
 from ..forensics.sandbox import modules_behind
@@ -33,7 +33,7 @@ from ..tensors.module_globs import named
 from ..tensors.nest import to_device
 from ..tensors.rng import RandomState
 from .batch_codec import decode
-from .bundle import Bundle
+from .bundle import REPLAY, Bundle
 
 REPRODUCED, NOT_REPRODUCED, DIFFERENT = "reproduced", "not reproduced", "different"
 
@@ -71,12 +71,15 @@ def replay(
             "forensics.max_bundle_mb.\nTo fix: train again with a larger forensics.max_bundle_mb, or a batch of tensors."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    window = [to_device(decode(batch, import_class), device) for batch in contents["window"]]
-    notes = _restore(bundle, model, list(modules_behind(loss_fn)) if beside is None else beside)
-    if optimizer is not None:
-        _restore_optimizer(optimizer, contents["optimizer"])
     patches = Patches()
-    patches.load_state_dict({"patches": contents["patches"]})
+    with _as_written(bundle):
+        window = [to_device(decode(batch, import_class), device) for batch in contents["window"]]
+        notes = _restore(bundle, model, list(modules_behind(loss_fn)) if beside is None else beside)
+        if optimizer is not None:
+            _restore_optimizer(optimizer, contents["optimizer"])
+        patches.load_state_dict({"patches": contents["patches"]})
+        random_state = RandomState.from_plain(contents["random_state"])
+        random_state.restore()
     notes += [f"with its patches: {', '.join(patches.descriptions())}"] if contents["patches"] else []
     notes += [f"with its float32 islands: {', '.join(contents['islands'])}"] if contents["islands"] else []
     step = Step(
@@ -86,15 +89,31 @@ def replay(
         optimizer,
         contents["precision"],
         contents["loss_scale"],
-        RandomState.from_plain(contents["random_state"]),
+        random_state,
         loss=contents["loss"],
     )
     with ExitStack() as stack:
-        for name in contents["islands"]:
-            at = islands.loss_island(model) if name == islands.LOSS else islands.island(named(model, name))
-            stack.callback(at)
+        with _as_written(bundle):
+            for name in contents["islands"]:
+                at = islands.loss_island(model) if name == islands.LOSS else islands.island(named(model, name))
+                stack.callback(at)
         diagnosis = diagnose(step, effort or Effort())
     return _compared(bundle.incident, diagnosis, notes)
+
+
+@contextmanager
+def _as_written(bundle: Bundle) -> Iterator[None]:
+    """What a damaged or forged bundle makes its readers raise is said as what it is."""
+    try:
+        yield
+    except SafetrainError:
+        raise
+    except Exception as error:
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{bundle.directory / REPLAY} does not fit together, or not with this model: {type(error).__name__}: {what}\n"
+            "To fix: get the bundle again, and use the model, and the version of its code, that the run was made with."
+        ) from error
 
 
 # ---- the state before the step -------------------------------------------------------------------------------------

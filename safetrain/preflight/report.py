@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..incidents.render import printable
+from ..core.text import printable
 from .outcome import FAIL, PASS, SKIP, WARN, Outcome
 
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "bright_black"}

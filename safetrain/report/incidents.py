@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..core.files import read_text
 from ..core.incident import CalledFrom, Cause, Incident, Link, Origin, Outcome, Remedy, Replay, Trigger, restore_numbers
 
 MAX_WHOLE = 60
@@ -77,7 +78,7 @@ class IncidentList:
         missing = []
         for directory in directories[: 2 * MAX_ROWS]:
             try:
-                found = json.loads((directory / "incident.json").read_text(encoding="utf-8"))
+                found = json.loads(read_text(directory / "incident.json"))
                 if self.count <= MAX_ROWS and int(found["step"]) not in self._steps:
                     self.add(found)
                     missing.append(int(found["step"]))

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.files import read_text
 from ..core.rundir import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, holds_run, is_in_use
 from ..errors import RunDirectoryError
 from .incidents import IncidentList, step_number
 from .series import Marks, Series
 
 STATUSES = ("done", "stopped", "interrupted", "paused", "error")
+MAX_CONFIG = 2**21
 MAX_LISTED = 1000
 """Rollbacks, evaluations and notes that are kept; further ones are only counted."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})(?:-\d+)?$")
@@ -115,7 +117,7 @@ def read_run(directory: str | Path) -> RunHistory:
 
 def _text(path: Path, run: RunHistory) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, MAX_CONFIG)
     except OSError as error:
         run.problems.append(f"{path.name} cannot be read: {error.strerror or error}")
         return ""
@@ -127,6 +129,8 @@ def _text(path: Path, run: RunHistory) -> str:
 def _read_journal(path: Path, run: RunHistory) -> None:
     num_unreadable, line = 0, b"\n"
     try:
+        if not path.is_file():  # a device, say, would never end
+            raise OSError("it is no ordinary file")
         with open(path, "rb", buffering=2**20) as file:
             for line in file:
                 try:
@@ -221,11 +225,11 @@ def _judge_status(run: RunHistory, has_summary: bool) -> None:
 
 def _take_summary(run: RunHistory) -> None:
     try:
-        run.end = json.loads((run.directory / SUMMARY).read_text(encoding="utf-8"))
+        run.end = json.loads(read_text(run.directory / SUMMARY))
         run.status = str(run.end["status"])
         run.num_committed, run.num_rollbacks = int(run.end["steps"]), int(run.end["rollbacks"])
         run.last_step = int(run.end["attempted"]) - 1
         for fields in run.end["incidents"]:
             run.incidents.add(fields)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         run.problems.append(f"{SUMMARY} cannot be read: {error}")

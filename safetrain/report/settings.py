@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from ..config.tree import Place, Problems, YamlError, from_yaml, plain
+from ..core.rundir import CONFIG
 from .run import RunHistory
 
 MAX_DIFFERENCES = 200
@@ -21,10 +21,12 @@ class Difference:
 
 def flat_config(run: RunHistory) -> dict[str, str]:
     """Empty if there is no config, or it cannot be read."""
+    place = Place(CONFIG, CONFIG, run.directory)
     try:
-        tree = yaml.safe_load(run.config)
-    except (yaml.YAMLError, RecursionError, ValueError):
+        node = from_yaml(run.config, lambda line: place, Problems())
+    except YamlError:
         return {}
+    tree = None if node is None else plain(node)
     found: dict[str, str] = {}
     _flatten(tree, "", found)
     return found

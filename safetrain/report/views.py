@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.causes import CAUSES
+from ..core.files import read_text
 from ..core.incident import CONSEQUENCE, Incident
-from ..incidents.render import as_typed, caller_lines, headline, printable, replayed, source_lines
+from ..core.text import printable
+from ..incidents.render import as_typed, caller_lines, headline, replayed, source_lines
 from .histogram import histogram, is_drawable
 from .incidents import label_of, place_of
 from .rewriting import rewritten
@@ -216,7 +218,7 @@ def _numbered(lines: list[str]) -> list[SourceLine]:
 
 def _kept_listing(report: Path, line: int | None) -> list[str]:
     try:
-        text = report.read_text(encoding="utf-8")
+        text = read_text(report)
     except (OSError, ValueError):
         return []
     found = re.search(r"^## First bad operation$.*?^(`{3,})python$\n(.*?)^\1$", text, re.DOTALL | re.MULTILINE)

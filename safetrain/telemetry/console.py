@@ -14,7 +14,8 @@ from rich.text import Text
 from ..core import numbers
 from ..core.incident import Incident
 from ..core.result import FitResult
-from ..incidents.render import LABEL, as_typed, paragraph, printable, row
+from ..core.text import printable
+from ..incidents.render import LABEL, as_typed, paragraph, row
 from . import summary
 from .sink import Sink, StepRecord
 from .vitals import STATUS, Vitals
@@ -54,6 +55,8 @@ class Console(Sink):
         encoding = self._out.encoding
         if isinstance(text, str):
             text = Text(text, style or "")
+        if not (shown := text.plain).isprintable():  # names and messages of the user's may hold what a terminal acts on
+            text.plain = printable(shown)
         if not encoding.lower().startswith("utf"):  # a terminal that only knows ASCII, say
             text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
         # On a terminal, text without a label wraps at words; commands to copy and output that is not a terminal never wrap.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..core.files import to_json
+from ..core.files import sync, to_json
 from ..core.incident import Incident
 from ..core.result import FitResult
 from .sink import Sink, StepRecord
@@ -33,6 +33,7 @@ class JournalFile:
         """A new file, or one whose first `resume_at` bytes stay: what follows was not part of the state resumed from."""
         self._pending = bytearray()
         self._failing = False
+        self._lost = 0
         self.num_missing = 0
         """Bytes that the file should have had and did not."""
         if resume_at is None:
@@ -63,17 +64,23 @@ class JournalFile:
                 self._written += num_written
                 del self._pending[:num_written]
             self._failing = False
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                self.write(
+                    to_json({"event": "note", "text": f"{lost} bytes of the journal could not be written here"}) + "\n"
+                )
         except OSError as error:
             if not self._failing:
                 self._failing = True
                 logging.getLogger("safetrain").warning("the journal cannot be written, which is tried again: %s", error)
             if len(self._pending) > MAX_PENDING:
-                raise
+                self._lost += len(self._pending)
+                self._pending.clear()
 
     def sync(self) -> None:
         """Down to the disk."""
         self.flush()
-        os.fsync(self._descriptor)
+        sync(self._descriptor)
 
     def close(self) -> None:
         self.flush()

@@ -47,8 +47,7 @@ class RandomState(NamedTuple):
         if self.python is None:
             return plain
         # The long tables as tensors: a hundred times faster to write than as many Python numbers.
-        key = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
-        numpy = {**self.numpy, "state": {**self.numpy["state"], "key": key}}
+        numpy = _with_arrays(self.numpy, lambda array: torch.from_numpy(array.astype(np.int64)), np.ndarray)
         version, table, gauss = self.python
         python = {"version": version, "table": torch.tensor(table), "gauss": gauss}
         return plain | {"python": python, "numpy": numpy}
@@ -60,11 +59,19 @@ class RandomState(NamedTuple):
             of_devices = {f"cuda:{index}": each for index, each in enumerate(state.get("torch_cuda", ()))}
         if state["python"] is None:
             return cls(None, None, state["torch_cpu"], of_devices)
-        key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
         python = state["python"]
         table = tuple(python["table"].numpy().tolist())
-        numpy = {**state["numpy"], "state": {**state["numpy"]["state"], "key": key}}
+        # As int64 they hold every bit of what NumPy keeps in words of 32 and 64.
+        kind = np.uint32 if state["numpy"]["bit_generator"] == "MT19937" else np.uint64
+        numpy = _with_arrays(state["numpy"], lambda tensor: tensor.numpy().astype(kind), torch.Tensor)
         return cls((python["version"], table, python["gauss"]), numpy, state["torch_cpu"], of_devices)
+
+
+def _with_arrays(state: Any, convert: Callable[[Any], Any], kind: type) -> Any:
+    """The state of a NumPy generator, whichever it is, with its arrays converted."""
+    if isinstance(state, dict):
+        return {name: _with_arrays(value, convert, kind) for name, value in state.items()}
+    return convert(state) if isinstance(state, kind) else state
 
 
 class RandomBeforeStep:
