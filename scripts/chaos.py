@@ -25,6 +25,7 @@ import torch
 from safetrain import CheckpointError
 from safetrain.checkpoint import CheckpointStore
 from safetrain.checkpoint.state import TrainState
+from scripts.chaos_forged import forged
 from scripts.chaos_runs import Trainer, finish, in_child, kill, train
 
 ACKNOWLEDGED = "acknowledged.txt"
@@ -332,7 +333,9 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument("what", nargs="*", choices=["kills", "damage", "full-disk", []], help="default: all of them")
+    parser.add_argument(
+        "what", nargs="*", choices=["kills", "damage", "full-disk", "forged", []], help="default: all of them"
+    )
     parser.add_argument(
         "--kills", type=int, default=36, help="number of SIGKILLs, half of them while a checkpoint is written"
     )
@@ -340,13 +343,16 @@ def main() -> None:
         "--flips", type=int, default=300, help="random bit flips, distributed over the files of a checkpoint"
     )
     parser.add_argument("--stages", type=int, default=40, help="amounts of free space to save with")
+    parser.add_argument(
+        "--forged", type=int, default=1000, help="runs to forge, and to give to the commands that read runs"
+    )
     parser.add_argument("--steps", type=int, default=120, help="length of the runs that are killed")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument(
         "--directory", type=Path, help="where to work (default: a temporary directory, removed on success)"
     )
     arguments = parser.parse_args()
-    what = arguments.what or ["kills", "damage", "full-disk"]
+    what = arguments.what or ["kills", "damage", "full-disk", "forged"]
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="safetrain-chaos-"))
     torch.set_num_threads(1)
     print(f"seed {arguments.seed}, in {directory}", flush=True)
@@ -357,6 +363,8 @@ def main() -> None:
         good = damage(directory, arguments.flips, arguments.seed) and good
     if "full-disk" in what:
         good = full_disk(directory, arguments.stages) and good
+    if "forged" in what:
+        good = forged(directory, arguments.forged, arguments.seed) and good
     if good and arguments.directory is None:
         shutil.rmtree(directory)
     print("nothing was lost" if good else "FAILED")

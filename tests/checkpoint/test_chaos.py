@@ -31,8 +31,12 @@ def test_full_disk(tmp_path):
     assert "nothing lost" in chaos(tmp_path, "full-disk", "--stages", "8")
 
 
+def test_forged_runs(tmp_path):
+    assert "20 mutated runs" in chaos(tmp_path, "forged", "--forged", "20", "--seed", "5")
+
+
 @pytest.mark.slow
 def test_the_full_script(tmp_path):
-    out = chaos(tmp_path, "--kills", "30", "--flips", "200", "--stages", "30")
+    out = chaos(tmp_path, "--kills", "30", "--flips", "200", "--stages", "30", "--forged", "100")
     assert out.count("0 unloadable, 0 acknowledged saves lost, final state bit-identical") == 3
     assert "nothing was lost" in out
