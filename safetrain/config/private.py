@@ -27,6 +27,12 @@ def private_keys(config: Config) -> list[str]:
     return [dotted(path) for path in vars(config).get(_PRIVATE, {})]
 
 
+def private_notes(config: Config) -> list[str]:
+    """What to say of them when a run starts."""
+    keys = ", ".join(private_keys(config))
+    return [f"from the environment, and not resolved in what is written: {keys}"] if keys else []
+
+
 def with_private_unresolved(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     """`data`, the config as dicts and lists, with these values as they were written; changed in place."""
     for path, written in vars(config).get(_PRIVATE, {}).items():

@@ -22,7 +22,7 @@ from ..checkpoint import Loaded, open_store
 from ..checkpoint.compatibility import check_changes
 from ..checkpoint.plain import rebuild
 from ..config import load_config, to_yaml
-from ..config.private import private_keys, read_digests
+from ..config.private import private_notes, read_digests
 from ..config.schema import Config
 from ..core import ownership
 from ..core.files import to_json, write_text
@@ -121,8 +121,8 @@ class Run:
         self.dir = named.absolute()  # user code may change the working directory
         self._lock = RunLock(self.dir)
         if resume:
-            before, recorded = load_config(self.dir / CONFIG), read_digests((self.dir / CONFIG).read_text("utf-8"))
-            changed = check_changes(before, self.config, resume == "force", recorded)
+            recorded = read_digests((self.dir / CONFIG).read_text("utf-8"))
+            changed = check_changes(load_config(self.dir / CONFIG), self.config, resume == "force", recorded)
             self._notes += [f"the config was changed for this resume: {change}" for change in changed]
         return named, self.dir, bool(resume)
 
@@ -181,9 +181,7 @@ class Run:
         if self.resumed is not None:
             about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
         self.telemetry.started(about)
-        private = ", ".join(private_keys(self.config))
-        told = [f"from the environment, and not resolved in what is written: {private}"] if private else []
-        for note in (*self._notes, *told, *notes):
+        for note in (*self._notes, *private_notes(self.config), *notes):
             self.telemetry.noted(note)
 
     def warn_once(self, text: str) -> None:
