@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..trainer.trainer import SafeTrainer
 
 
+RESTARTS = "After a fault (a killed process, a hang, an error) go on from the newest checkpoint, up to N times."
+
+
 @click.command()
 @config_arguments
 @click.option("--out", metavar="DIR", type=click.Path(file_okay=False), help="Run directory; must not hold a run yet.")
@@ -31,11 +34,19 @@ if TYPE_CHECKING:
     help="auto: continue the run in --out if there is one, else start it. For jobs that are restarted automatically.",
 )
 @click.option("--nproc", metavar="N", type=click.IntRange(1), default=1, help="Processes on this machine.")
+@click.option("--restarts", metavar="N", type=click.IntRange(0), default=0, help=RESTARTS)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
 @click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
 def command(
-    loaded: LoadedConfig, out: str | None, resume: str, nproc: int, quiet: bool, json_lines: bool, strict: bool
+    loaded: LoadedConfig,
+    out: str | None,
+    resume: str,
+    nproc: int,
+    restarts: int,
+    quiet: bool,
+    json_lines: bool,
+    strict: bool,
 ) -> int:
     """Train what CONFIG, a file or a recipe's name, describes.
 
@@ -46,7 +57,7 @@ def command(
       safetrain fit my.yaml optimizer.lr=1e-4 'data.train.sizes=[1,2]'
       safetrain fit my.yaml guards.clip.mode=norm ~guards.backoff
       safetrain fit my.yaml --out runs/first --resume auto
-      safetrain fit my.yaml --nproc 4
+      safetrain fit my.yaml --nproc 4 --restarts 3
 
     \b
     Exit codes:
@@ -57,23 +68,26 @@ def command(
         raise click.UsageError("--quiet and --json exclude each other")
     if resume == "auto" and out is None:
         raise click.UsageError("--resume auto needs --out DIR: the run to continue is looked for there")
-    if nproc > 1:
+    if nproc > 1 or restarts:
         from ..core.rundir import create_run_dir, holds_run
 
         going_on = resume == "auto" and out is not None and holds_run(out)
-        return in_processes(nproc, Path(out) if going_on and out else create_run_dir(out, loaded.config.name))
+        run_dir = Path(out) if going_on and out else create_run_dir(out, loaded.config.name)
+        return in_processes(nproc, run_dir, restarts)
     return train_and_report(loaded.config, out, strict, "auto" if resume == "auto" else False)
 
 
-def in_processes(num_processes: int, run_dir: Path) -> int:
+def in_processes(num_processes: int, run_dir: Path, restarts: int = 0) -> int:
     """Run this same command in several processes, which all get the run directory."""
     from ..distributed.launch import launch, without_option
 
     given: list[str] = click.get_current_context().meta[ARGUMENTS]
-    arguments = without_option(given, "--nproc")
+    arguments = without_option(without_option(given, "--nproc"), "--restarts")
     if arguments[0] == "fit":
         arguments = [*without_option(arguments, "--out"), "--out", str(run_dir)]
-    return launch(arguments, num_processes, run_dir, lambda text: click.echo(text, err=True))
+        if restarts:
+            arguments = [*without_option(arguments, "--resume"), "--resume", "auto"]
+    return launch(arguments, num_processes, run_dir, lambda text: click.echo(text, err=True), restarts)
 
 
 def train_and_report(config: Config, out: str | None, strict: bool, resume: bool | str = False) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .fit import in_processes, train_and_report
+from .fit import RESTARTS, in_processes, train_and_report
 from .flags import load
 
 
@@ -15,12 +15,20 @@ from .flags import load
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE | ~KEY]...")
 @click.option("--force", is_flag=True, help="Also with a changed model, data, optimizer or arithmetic.")
 @click.option("--nproc", metavar="N", type=click.IntRange(1), default=1, help="Processes on this machine.")
+@click.option("--restarts", metavar="N", type=click.IntRange(0), default=0, help=RESTARTS)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
 @click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of every error.", expose_value=False)
 def command(
-    run: Path, overrides: tuple[str, ...], force: bool, nproc: int, quiet: bool, json_lines: bool, strict: bool
+    run: Path,
+    overrides: tuple[str, ...],
+    force: bool,
+    nproc: int,
+    restarts: int,
+    quiet: bool,
+    json_lines: bool,
+    strict: bool,
 ) -> int:
     """Go on with the run in directory RUN, exactly where its newest sound checkpoint is.
 
@@ -42,6 +50,6 @@ def command(
         raise click.UsageError("--quiet and --json exclude each other")
     console = "json" if json_lines else "off" if quiet else None
     loaded = load(str(existing_run_dir(run) / CONFIG), overrides, console=console)
-    if nproc > 1:
-        return in_processes(nproc, run)
+    if nproc > 1 or restarts:
+        return in_processes(nproc, run, restarts)
     return train_and_report(loaded.config, str(run), strict, "force" if force else True)

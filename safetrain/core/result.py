@@ -59,6 +59,11 @@ class FitResult:
     checkpoints: dict[str, Any] = field(default_factory=dict)
     """On disk: `num_saved` by this process, `seconds_blocked`, for which training waited, the name of the `newest` one, and
     whether it was `verified`: read again at the end and compared with what was written."""
+    error: str | None = None
+    """What ended the run, if `status` is `error`."""
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    """Each time the run went on in a new process: `from_step`, `steps_repeated` (made before, but not saved), `seconds` from the last
+    sign of life to the next committed step, and the `cause` of the end before, None if that was no fault."""
     hangs: list[dict[str, Any]] = field(default_factory=list)
     """What took many times as long as usual: `step`, `unit` (step, evaluation batch, saving, ...), `seconds`, what is `usual`, and the
     `ranks` that the others waited for."""
@@ -107,6 +112,8 @@ class FitResult:
             "timing": {name: round(seconds, 4) for name, seconds in self.timing.items()},
             "snapshots": self.snapshots,
             "checkpoints": self.checkpoints,
+            "error": self.error,
+            "resumes": self.resumes,
             "hangs": self.hangs,
             "islands": self.islands,
             "patches": self.patches,

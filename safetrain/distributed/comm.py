@@ -135,6 +135,7 @@ class Link:
         self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._numbers = self._objects if device.type == "cpu" else None
         self.watchdog = Watchdog(rank, world_size, timeout_seconds, self._num_begun)
+        self._explained: tuple[BaseException, RankError] | None = None
         global _open
         _open = self
 
@@ -187,7 +188,9 @@ class Link:
         """An error of the communication, as one that names the rank that is missing and where it is."""
         if not is_communication_error(error):
             return error
-        return RankError(self.watchdog.who_is_missing(first_line(error)))
+        if self._explained is None or self._explained[0] is not error:
+            self._explained = error, RankError(self.watchdog.who_is_missing(first_line(error)))
+        return self._explained[1]
 
 
 class Failure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .._private import elastic
+from ..core import endings
 from ..errors import RankError, UsageError
 
 EXIT_CODE = "exit_code"
@@ -23,10 +25,19 @@ TAIL = 60
 """Lines of a failing rank's error output that are shown."""
 
 
-def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Callable[[str], None]) -> int:
+_ASKED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+NOT_RESTARTED = {2, 3, 4, 5, *(128 + getattr(signal, name) for name in _ASKED if hasattr(signal, name))}
+"""Exit codes after which the same command would end in the same way, or that were asked for: usage, a failed check, a stop by a
+guard, incidents under --strict, a signal."""
+
+
+def launch(
+    arguments: Sequence[str], num_processes: int, run_dir: Path, say: Callable[[str], None], restarts: int = 0
+) -> int:
     """Run `safetrain ARGUMENTS` in `num_processes` processes; returns 0, or the exit code of the rank that failed first.
 
-    The output of every rank is kept in `logs/` of the run directory; that of rank 0 is also shown.
+    The output of every rank is kept in `logs/` of the run directory; that of rank 0 is also shown. After a fault all are started
+    again, up to `restarts` times, unless the same fault came twice at the same step.
     """
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError(
@@ -35,9 +46,22 @@ def launch(arguments: Sequence[str], num_processes: int, run_dir: Path, say: Cal
         )
     elastic.require(num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
-    logs = _new_directory(run_dir / "logs")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # `_report` reports it
+    for attempt in range(restarts + 1):
+        os.environ["SAFETRAIN_RESTART"] = str(attempt)
+        code = _run_once(arguments, num_processes, _new_directory(run_dir / "logs"), say)
+        if code == 0 or code in NOT_RESTARTED or attempt == restarts:
+            break
+        ending = endings.read_ending(run_dir)
+        if ending is not None and ending.is_like(endings.last_fault(run_dir)):
+            say(endings.repeated(ending, run_dir))
+            break
+        say(f"restart {attempt + 1} of {restarts}, from the newest checkpoint that verifies")
+    return code
+
+
+def _run_once(arguments: Sequence[str], num_processes: int, logs: Path, say: Callable[[str], None]) -> int:
     try:
         elastic.run(["-m", "safetrain", *arguments], num_processes, logs)
     except elastic.RanksFailed as error:

@@ -17,6 +17,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from . import restarted, slurm
 from .comm import Link
 from .replicas import Replicas
 
@@ -42,9 +43,12 @@ class Machine:
         self, device: str = "auto", *, num_processes: int | None = None, rank_timeout_seconds: float = 600.0
     ) -> None:
         """`num_processes`: raise unless this many take part."""
-        timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=rank_timeout_seconds))
+        slurm.announce()
+        seconds = timedelta(seconds=rank_timeout_seconds)
         # Without `cpu`, accelerate does not let processes on a machine without a GPU find each other.
         on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
+        restarted.join(on_cpu, seconds)
+        timeout = InitProcessGroupKwargs(timeout=seconds)
         self._accelerator = Accelerator(
             cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
         )

@@ -7,6 +7,8 @@ import json
 import os
 from typing import Any
 
+from .restarted import attempt
+
 PERIOD = 0.5
 """Seconds between two signs of life."""
 MAX_PER_SECOND = 1000
@@ -69,5 +71,4 @@ def open_mailbox() -> Mailbox:
     except Exception:  # a process group that was initialised without a TCPStore
         return Mailbox(None)
     # What an earlier attempt of this run has left in the store of its launcher is not of these processes.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Mailbox(PrefixStore(f"safetrain/{attempt}", store))
+    return Mailbox(PrefixStore(f"safetrain/{attempt()}", store))

@@ -23,6 +23,7 @@ from .activity import Activity
 
 DEPTH = 12
 """Innermost frames that are shown of each thread."""
+ENDED = "it has ended"
 OURS = str(Path(__file__).parents[1])
 _DUMP = getattr(signal, "SIGRTMIN", 0) + 6 if hasattr(signal, "SIGRTMIN") else 0
 """A worker that inherited the handler writes its stack when it gets this signal."""
@@ -40,8 +41,8 @@ def user_line() -> tuple[str, int, str] | None:
     """File, line and its text: the innermost of the main thread that is neither torch's, nor Python's, nor of this package."""
     fallback = None
     for frame in main_frames():
-        file = frame.f_code.co_filename
-        found = file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip()
+        file, line = frame.f_code.co_filename, frame.f_lineno or 0  # None on the way into a function
+        found = file, line, linecache.getline(file, line).strip()
         fallback = fallback or found
         is_library = "site-packages" in file or file.startswith(("<", sys.base_prefix + os.sep + "lib", OURS))
         if not is_library:
@@ -112,14 +113,14 @@ def process_state(pid: int) -> str:
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return "it has ended" if Path("/proc/self").exists() else ""
+        return ENDED if Path("/proc/self").exists() else ""
     except (OSError, IndexError):
         return ""
     known = {
         "T": "it is stopped (SIGSTOP or a debugger)",
         "t": "a debugger holds it",
         "D": "it waits for a disk or a network file system",
-        "Z": "it has ended",
+        "Z": ENDED,
     }
     return known.get(letter, "")
 

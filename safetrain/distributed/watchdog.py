@@ -20,7 +20,7 @@ from typing import Any
 from .activity import Activity, Late
 from .interrupt import Interruption
 from .mailbox import Mailbox, open_mailbox, period
-from .stacks import Workers, all_stacks, process_state, user_line
+from .stacks import ENDED, Workers, all_stacks, process_state, user_line
 
 ANSWER_SECONDS = 2.5
 """Time that ranks are given to report themselves before one that does not is considered gone."""
@@ -114,7 +114,7 @@ class Watchdog:
         self._limit = limit_seconds
         with self.workers.traceable(), self._interruption.possible():
             self._listener = listener
-            if not self._thread.is_alive():
+            if self._thread.ident is None:
                 self._thread.start()
             try:
                 yield
@@ -138,13 +138,14 @@ class Watchdog:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        self._report()
-        while not self._closing.wait(self._period):
-            self._report()
+        while True:
             try:
+                self._report()
                 self._look()
             except Exception as error:
                 logging.getLogger("safetrain").warning("the watchdog failed: %s: %s", type(error).__name__, error)
+            if self._closing.wait(self._period):
+                return
 
     def _report(self) -> None:
         if not self._mailbox.is_open:
@@ -252,19 +253,19 @@ class Watchdog:
 
     def who_is_missing(self, problem: str) -> str:
         """After a collective failed: a message that names the missing ranks, and the line of code each of them is at."""
-        head = f"rank {self.rank} waited for the other ranks in vain, at step {self.activity.step}: {problem}"
+        head = f"rank {self.rank} waited for the other ranks in vain at step {self.activity.step}: {problem}"
         if not self._mailbox.is_open:
             return f"{head}\nTo fix: look at the output of the other ranks."
         survey = self._survey()
         if failed := {rank: about for rank, about in survey.abouts.items() if about["failure"] and rank != self.rank}:
             lines = [f"rank {rank} failed: {about['failure']}" for rank, about in failed.items()]
-            return "\n".join([head, *lines, "To fix: fix what the first of them raised."])
+            return "\n".join([*lines, head, "To fix: fix what the first of them raised."])
         missing = [rank for rank in survey.behind if rank != self.rank]
         lines = [self._line(rank, survey) for rank in missing]
         if not lines:
             lines = [f"rank {rank} was {about['where']}" for rank, about in survey.abouts.items() if rank != self.rank]
         fix = f"find out why it is not at the same collective; if it is only slow, raise loop.rank_timeout_seconds ({self.timeout_seconds:g})"
-        return "\n".join([head, *lines, f"To fix: {fix}."])
+        return "\n".join([*lines, head, f"To fix: {fix}."])
 
     def _survey(self, ranks: list[int] | None = None) -> Survey:
         """Ask these ranks, or all, where they are."""
@@ -275,7 +276,8 @@ class Watchdog:
             self._mailbox.set("asked", token)
         abouts: dict[int, dict[str, Any]] = {self.rank: self._about()}
         deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * self._period)
-        waiting = set(others)
+        ended = {rank for rank, about in before.items() if about is not None and self._has_ended(about)}
+        waiting = set(others) - ended
         while waiting and time.monotonic() < deadline:
             self._closing.wait(self._period / 2)
             self._report()  # others may be asking, too
@@ -289,6 +291,7 @@ class Watchdog:
         if any(about["failure"] for about in abouts.values()):
             waiting.clear()
         abouts |= {rank: about for rank in others if rank not in abouts and (about := before[rank]) is not None}
+        waiting |= ended
         found = Survey(abouts, {}, sorted(waiting))
         shown = found.behind or list(abouts)
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -298,6 +301,9 @@ class Watchdog:
                 found.stacks[rank] = self._mailbox.get(f"stack/{token}/{rank}") or ""
                 self._closing.wait(0.0 if found.stacks[rank] else self._period / 2)
         return found
+
+    def _has_ended(self, about: dict[str, Any]) -> bool:
+        return bool(about["host"] == socket.gethostname() and process_state(about["pid"]) == ENDED)
 
     def _last_seen(self, about: dict[str, Any] | None) -> str:
         if about is None:

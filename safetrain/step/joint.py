@@ -320,6 +320,9 @@ class JointExchange(Exchange):
         found = [tally for name, tally in row.items() if name.startswith("loss/")]
         return found[0].total if len(found) == 1 else None
 
+    def explained(self, error: BaseException) -> BaseException:
+        return self.link.explained(error)
+
     @contextmanager
     def alone(self, step: Step) -> Iterator[None]:
         called = step.called

@@ -24,7 +24,7 @@ def headline(result: FitResult) -> str:
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
     """Labels and texts; a row without a label continues the one before."""
-    parts = (_stop, _best, _clipped, _incidents, _recovery, _permanent, _cost, _checkpoint)
+    parts = (_stop, _best, _clipped, _incidents, _recovery, _interruptions, _permanent, _cost, _checkpoint)
     return [row for part in parts for row in part(result)]
 
 
@@ -111,6 +111,20 @@ def _recovery(result: FitResult) -> Iterator[tuple[str, str]]:
     share = f" ({percent(seconds, result.seconds)})" if result.seconds > 0 else ""
     lost = f"{duration(seconds)}{share} lost to recovery"
     yield "recovery", f"{counted(result.rollbacks, 'rollback')}{undone}, {lost}"
+
+
+def _interruptions(result: FitResult) -> Iterator[tuple[str, str]]:
+    """Hangs, and what it cost to go on in another process."""
+    if result.resumes:
+        repeated = sum(each["steps_repeated"] for each in result.resumes)
+        seconds = sum(each["seconds"] or 0.0 for each in result.resumes)
+        until = f"{duration(seconds)} from the last sign of life to the next committed step"
+        yield "resumed", f"{counted(len(result.resumes), 'time')}, {counted(repeated, 'step')} made again, {until}"
+    if result.hangs:
+        longest = max(result.hangs, key=lambda each: each["seconds"])
+        ranks = f", rank {', '.join(map(str, longest['ranks']))}" if longest["ranks"] else ""
+        where = f"the longest at step {longest['step']}{ranks}: {duration(longest['seconds'])}"
+        yield "hangs", f"{counted(len(result.hangs), 'time')}, {where}"
 
 
 def _permanent(result: FitResult) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from ..checkpoint.plain import rebuild
 from ..config import load_config, to_yaml
 from ..config.private import private_notes, read_digests
 from ..config.schema import Config
-from ..core import ownership
+from ..core import endings, ownership
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Outcome, Trigger
 from ..core.result import FitResult
@@ -40,17 +40,8 @@ from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_te
 from .signals import acknowledge, signals_noted
 
 RESULT_FIELDS = (
-    "steps",
-    "skipped",
-    "rollbacks",
-    "steps_undone",
-    "overflows",
-    "num_clipped",
-    "most_clipped",
-    "epochs",
-    "final_loss",
-    "evaluations",
-    "best",
+    *("steps", "skipped", "rollbacks", "steps_undone", "overflows", "num_clipped"),
+    *("most_clipped", "epochs", "final_loss", "evaluations", "best", "resumes"),
 )
 
 
@@ -79,6 +70,8 @@ class Run:
         self._journal: JournalFile | None = None
         self._lock: RunLock | None = None
         self._begin = time.perf_counter()
+        self.resumption: endings.Resumption | None = None
+        """What came before this process, until its first step is committed."""
         self._seconds_before = 0.0
         self._notes: list[str] = []
         self._warned: set[str] = set()
@@ -130,6 +123,7 @@ class Run:
         assert self.dir is not None
         if point is None:
             self.write_config()
+        self.resumption = None if point is None else endings.of_resumed(self.dir, point.journal_position)
         self.telemetry, self._journal = open_telemetry(self.config, self._config_text, self.dir, point)
         if self._journal.num_missing:
             self._notes.append(
@@ -327,6 +321,8 @@ class Run:
             if view.grad_norm > view.limits.norm:
                 self.result.num_clipped += 1
                 self.result.most_clipped = min(self.result.most_clipped, view.limits.norm / view.grad_norm)
+            if self.resumption is not None:
+                self.resumption = self.resumption.over(self.result)
         else:
             self.result.skipped += 1
         self.result.overflows += outcome == "overflow"

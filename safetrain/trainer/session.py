@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
+from ..core.endings import error_text
 from ..core.incident import STATE_AUDIT, Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
@@ -63,6 +64,7 @@ class Progress:
             self._evaluation.stream.epoch = state["eval_epoch"]
         self._run.evaluated_at = state["evaluated_at"]
         self._run.load_state_dict(state["run"])
+        _note_resume(self._run)
         self.recovery.ladder.load_state_dict(state["ladder"])
         self.recovery.load_state_dict(state["bench"])
         self._step.patches.load_state_dict(state["patches"])
@@ -215,6 +217,7 @@ def open_session(
     checkpoints = CheckpointPolicy(config, step, stream, run, progress)
     recovery = progress.recovery = Recovery(config, ladder, step, checkpoints, stream, run)
     with ExitStack() as stack:
+        stack.push(lambda kind, error, trace: _name_cause(run, step, error))
         stack.push(lambda kind, error, trace: checkpoints.close(error))
         stack.callback(stream.close)
         run.telemetry.activity = activity = step.exchange.watchdog.activity
@@ -241,6 +244,8 @@ def open_session(
             "total_steps": total_steps(config, stream),
         }
         caveats = stream.caveats() if config.checkpoint.enabled else []
+        if run.resumed is None:
+            _note_resume(run)
         run.started(about, [*caveats, *_about_schedule(config, step, stream, run)])
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
@@ -262,6 +267,18 @@ def total_epochs(config: Config, stream: BatchStream) -> int | None:
         return loop.max_epochs or 1
     by_steps = -(-loop.max_steps // -(-num_batches // loop.grad_accum)) if num_batches else None
     return min((n for n in (loop.max_epochs, by_steps) if n is not None), default=None)
+
+
+def _note_resume(run: Run) -> None:
+    if run.resumption is not None:
+        run.resumption.note(run.result, run.step)
+        run.telemetry.noted(run.resumption.describe())
+
+
+def _name_cause(run: Run, step: Step, error: BaseException | None) -> None:
+    """While the other ranks can still be asked."""
+    if error is not None and not isinstance(error, (TrainingStopped, Interrupted)):
+        run.result.error = error_text(step.exchange.explained(error))
 
 
 def total_steps(config: Config, stream: BatchStream) -> int | None:

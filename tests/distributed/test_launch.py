@@ -21,10 +21,18 @@ from safetrain.errors import UsageError
 
 CODE = """
 import os
+import signal
+from pathlib import Path
 import torch
 
 def loss(model, batch, fail_on=-1, kind="user"):
     rank = int(os.environ.get("RANK", 0))
+    loss.calls = getattr(loss, "calls", 0) + 1
+    if kind == "killed once" and rank == 1 and loss.calls == 4 and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "in step 3" and loss.calls == 4:
+        raise KeyError("a mistake in user code")
     if rank == fail_on:
         raise KeyError("a mistake in user code")
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
@@ -79,6 +87,39 @@ def test_nproc_reports_exit_code_and_error_of_the_failed_rank(project):
     assert "rank 1 failed first, with exit code 1" in done.stderr
     assert "KeyError: 'a mistake in user code'" in done.stderr
     assert "ChildFailedError" not in done.stderr
+
+
+def test_a_killed_rank_does_not_end_the_run(project):
+    command = ("fit", "c.yaml", "--nproc", "2", "--restarts", "1", "--out", "run", "loss.kind=killed once")
+    done = started(project, "-m", "safetrain", *command, "checkpoint.every_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1" in done.stderr
+    summary = json.loads((project / "run/summary.json").read_text())
+    assert summary["steps"] == 6
+    (resumed,) = summary["resumes"]
+    assert (resumed["from_step"], resumed["steps_repeated"]) == (2, 1)
+    assert "rank 1 is gone" in resumed["cause"]
+    assert resumed["seconds"] > 0
+
+
+def test_the_same_error_at_the_same_step_is_not_restarted_for_ever(project):
+    done = started(
+        project, "-m", "safetrain", "fit", "c.yaml", "--restarts", "5", "--out", "run", "loss.kind=in step 3"
+    )
+    assert done.returncode == 1
+    assert "restart 1 of 5" in done.stderr
+    assert "restart 2 of 5" not in done.stderr
+    assert "has failed twice in the same way at step 3: KeyError" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_go_on_with_the_run(project):
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "-m", "safetrain"]
+    command = ["fit", "c.yaml", "--out", "run", "--resume", "auto", "loss.kind=killed once", "checkpoint.every_steps=2"]
+    done = started(project, "-m", "torch.distributed.run", *options, *command)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((project / "run/summary.json").read_text())
+    assert (summary["steps"], [each["steps_repeated"] for each in summary["resumes"]]) == (6, [1])
 
 
 @pytest.mark.parametrize(("code", "kept"), [(-signal.SIGTERM, 2), (1, 2)])
