@@ -29,6 +29,7 @@ ARROW = [
     "recovery",
     "trainer",
     "hosts",
+    "integrations",
     "safe",
     "lint",
     "preflight",

@@ -119,6 +119,8 @@ class LoopGuard:
         self.optimizers, one = settings.as_one(optimizer, self.model)
         self.on_incident_do: list[Callable[[Incident], None]] = []
         """Called with each incident, before the run stops if it does."""
+        self.on_end_do: list[Callable[[], None]] = []
+        """Called once when the guard is closed, or its run was stopped."""
         device = next(self.model.parameters()).device
         machine = HostMachine(device, self.config.loop.rank_timeout_seconds)
         self.recorder = Recorder(model) if loss_fn is None else None
@@ -188,6 +190,11 @@ class LoopGuard:
         """
         self._check_open()
         return self._turn.on(batches)
+
+    @property
+    def turn(self) -> Turn:
+        """The step that the loop is making, for loops that have no place for a `with`."""
+        return self._turn
 
     def run(self, batch: Any, loss_fn: LossFn | None = None) -> float:
         """Forward, backward, judge and commit one step on this batch, as SafeTrainer does; returns its loss.
@@ -300,15 +307,18 @@ class LoopGuard:
 
     def close(self) -> None:
         """Write the summary and let go of the optimizer. The loop may go on, unwatched."""
-        self._end(None)
+        self.end(None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """As `close`, after an error of the loop if there was one."""
         if self.closed:
             return
         result = self.result
         self.closed = True
         _open_guards.discard(self)
         self._turn.let_go()
+        for tell in self.on_end_do:
+            tell()
         if self.recorder is not None:
             self.recorder.remove()
         result.losses = list(self._session.run.losses)
@@ -324,7 +334,7 @@ class LoopGuard:
     def ended_by(self, error: BaseException) -> None:
         """A step has raised: a stop ends the run, other errors may be caught by the loop."""
         if isinstance(error, TrainingStopped):
-            self._end(error)
+            self.end(error)
 
     def __enter__(self) -> LoopGuard:
         return self
@@ -332,7 +342,7 @@ class LoopGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(error)
+        self.end(error)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -364,4 +374,4 @@ def _close_all() -> None:
     """A loop that forgets to close its guard still gets its summary; one that raised, with that."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for guard in list(_open_guards):
-        guard._end(error)  # noqa: SLF001
+        guard.end(error)

@@ -7,8 +7,8 @@ with guard.step(batch):                    begin ─ the loop's forward and back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class Window:
         self.lr_scale = 1.0
         self.scaler: GradScaler | None = None
         """The loop's scaler, which is to forget this step."""
+        self.is_done = False
+        """Refused, or repaired and committed: what the loop still asks for in this step is left out."""
         self.kept: Kept | None = None
         """What the loop may move after a refusal, and must not."""
 
@@ -84,25 +86,56 @@ class Turn:
         return self
 
     def __enter__(self) -> Turn:
+        self.enter(self._next)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self.leave(error)
+
+    def enter(self, batches: Sequence[Any]) -> None:
+        """Begin a block: that of the first micro-batch of a step, or of a further one."""
         if self._is_inside:
             raise UsageError(
                 "guard.step() was entered within another block of the same guard.\n"
                 "To fix: close the block of one step before the next; give each of several models its own watch()."
             )
-        if not self._next and self._guard.recorder is None:
+        if not batches and self._guard.recorder is None:
             raise UsageError(
                 "guard.step() was given no batch, and watch() was given a loss_fn, which needs one.\n"
                 "To fix: with guard.step(batch): …"
             )
-        self._guard.begin()
+        with self._ends_with_an_error():
+            self._guard.begin()
+            self._begin_block(list(batches))
+        self._is_inside = True
+        self._inside.enter_context(self._step.patches.scope)
+
+    def leave(self, error: BaseException | None = None) -> bool:
+        """End a block. True: what its code raised is a refused step, which is dealt with."""
+        was_inside, self._is_inside = self._is_inside, False
+        self._inside.close()
+        window = self._window
+        if self._guard.closed or window is None or not was_inside:
+            return False
+        is_refused = error is not None and window.outcome is None and self.raised(error)
+        with self._ends_with_an_error():
+            if window.outcome is not None:
+                self._finish(window)
+            elif not window.losses:  # the loop has left the step out by itself, or only looked at something
+                self._window = None
+        if error is not None and not is_refused:
+            self._guard.ended_by(error)
+        return is_refused
+
+    @contextmanager
+    def _ends_with_an_error(self) -> Iterator[None]:
         try:
-            self._begin_block(list(self._next))
+            yield
         except BaseException as error:
             self._guard.ended_by(error)
             raise
-        self._is_inside = True
-        self._inside.enter_context(self._step.patches.scope)
-        return self
 
     def _begin_block(self, batches: list[Any]) -> None:
         step, window = self._step, self._window
@@ -127,32 +160,6 @@ class Turn:
                 f"{MANY_BLOCKS} blocks of guard.step() in a row had no optimizer.step(): nothing was judged or applied yet"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._is_inside = False
-        self._inside.close()
-        window = self._window
-        if self._guard.closed or window is None:
-            return False
-        if error is not None and window.outcome is None:
-            try:
-                return self._raised(error, window)
-            except BaseException as stopped:
-                self._guard.ended_by(stopped)
-                raise
-        if window.outcome is not None:
-            try:
-                self._finish(window)
-            except BaseException as stopped:
-                self._guard.ended_by(stopped)
-                raise
-        elif not window.losses:  # the loop has left the step out by itself, or only looked at something
-            self._window = None
-        if error is not None:
-            self._guard.ended_by(error)
-        return False
-
     def _finish(self, window: Window) -> None:
         """Between two steps: what the loop moved after a refusal goes back, and snapshots are taken when due."""
         self._window = None
@@ -166,9 +173,11 @@ class Turn:
             with self.ours():
                 self._session.bad_state(problem)
 
-    def _raised(self, error: BaseException, window: Window) -> bool:
+    def raised(self, error: BaseException) -> bool:
         """The loop's code raised before the step. If a guard knows why, that is a refused step; else it is the loop's error."""
-        step = self._step
+        step, window = self._step, self._window
+        if window is None or window.outcome is not None:
+            return False
         self._window = None
         batches = self._replayable(window)
         random_state = step.transaction.random_state
@@ -179,12 +188,18 @@ class Turn:
         view = step.view_of_error(error, window.batches or batches)
         if not step.exchange.explains(step, view):
             return False
-        with self.ours():
-            self._session.refused_by_error(view, batches, random_state)
+        with self._ends_with_an_error(), self.ours():
+            action = self._session.refused_by_error(view, batches, random_state)
         self._window = window
-        window.outcome, self.was_committed = REFUSED, False
-        self._finish(window)
+        self._decided(window, action)
         return True
+
+    def _decided(self, window: Window, action: Action) -> None:
+        """After recovery: what the loop does until the end of its step is of no effect."""
+        window.is_done, self.was_committed = True, action is Action.COMMIT
+        window.outcome = COMMITTED if self.was_committed else REFUSED
+        if not self.was_committed:
+            window.kept = Kept(self._step)
 
     # ---- what the loop does ------------------------------------------------------------------------------------
 
@@ -251,14 +266,9 @@ class Turn:
         if window.outcome is not None:
             return self._decided_before(window, optimizer, proceed, args, kwargs)
         value, (args, kwargs) = evaluated(args, kwargs)
-        try:
+        window.stepped.append(optimizer)
+        with self._ends_with_an_error():
             answer = self._judge(window, optimizer, lambda: proceed(*args, **kwargs))
-        except BaseException as error:
-            if not self._is_inside:
-                self._guard.ended_by(error)
-            raise
-        finally:
-            window.stepped.append(optimizer)
         if not self._is_inside:
             self._finish(window)
         return answer if value is None else value
@@ -272,7 +282,7 @@ class Turn:
                 "To fix: give the second step its own block, or the second model its own watch()."
             )
         window.stepped.append(optimizer)
-        if window.outcome == REFUSED:
+        if window.is_done:
             return None
         with scaled_lr(optimizer, window.lr_scale):
             return proceed(*args, **kwargs)
@@ -318,17 +328,12 @@ class Turn:
     def _refuse(self, window: Window, optimizer: Optimizer, view: StepView, decision: Decision) -> None:
         step = self._step
         batches = self._replayable(window, view.loss_scale)
-        window.outcome, self.was_committed = REFUSED, False
         step.undo(view.loss_scale)
         window.scaler = self._precision.host_scaler
         step.moving = None
         with self.ours(), self._steps.passing():
             action = self._session.refused(view, decision, batches)
-        if action is Action.COMMIT:
-            window.outcome, self.was_committed = COMMITTED, True
-            window.stepped = list(self._guard.optimizers)
-        else:
-            window.kept = Kept(step)
+        self._decided(window, action)
 
     def _proceed(self, proceed: Callable[[], Any]) -> Any:
         with self._steps.passing():
