@@ -14,12 +14,14 @@ from .elastic import LAUNCHER
 from .feature import WITHOUT, Feature, turned_off
 from .foreach import FOREACH
 from .fused import SKIP
+from .graph import GRAPH_SHAPES
 from .host import LISTENING
 from .modules import BASE_CLASSES, SAVED_BUFFERS
 from .storage import SPARSE_VALUES
 
 FEATURES: tuple[Feature, ...] = (
     TRACING,
+    GRAPH_SHAPES,
     FOREACH,
     SPARSE_VALUES,
     SKIP,

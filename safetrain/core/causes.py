@@ -1,6 +1,7 @@
 """The closed list of root causes. What is said of a cause anywhere is said here; the rules that find it are in forensics.causes.
 
-To add one: an entry here, its rule there, a failure in tests/forensics that it explains, and its row in docs/incidents.md.
+To add one: an entry here, its rule there (unless it is silent: then a guard names it), a failure in the tests that it explains,
+and its row in docs/incidents.md.
 tests/forensics/test_labels.py fails for what was forgotten.
 """
 
@@ -21,6 +22,8 @@ class RootCause:
     """It lies in a sample or a formula, not in the way training goes: a lower learning rate would not help."""
     shown_by: tuple[str, ...] = ()
     """Remedies that are what the advice says, so that the proof is of the advice and not of something else."""
+    is_silent: bool = False
+    """Every number is finite, so there is no operation to find: a guard names it (see `core.verdict.Finding`)."""
 
 
 UNKNOWN = "unknown"
@@ -125,6 +128,102 @@ _ALL = (
         "A hand-written backward returns values that are not finite.",
         "fix the backward of this autograd.Function: initialise what it returns, and guard its divisions",
         is_fault_of_data=True,
+    ),
+    RootCause(
+        "weights_unchanged",
+        "Steps are applied, and the weights stay bit for bit what they were.",
+        "make the optimizer from the parameters of this very model, look at the learning rate and its schedule, and keep the weights in a "
+        "type that can hold so small an update (float32)",
+        is_silent=True,
+    ),
+    RootCause(
+        "not_in_optimizer",
+        "A parameter gets a gradient, and no optimizer moves it.",
+        "make the optimizer after the last change to the model, from its parameters(); what shall not be trained needs "
+        "requires_grad_(False)",
+        is_silent=True,
+    ),
+    RootCause(
+        "not_registered",
+        "The loss depends on parameters that belong to no module of the model: they are neither trained nor saved.",
+        "keep layers as attributes or in nn.ModuleList / nn.ModuleDict instead of a list or dict, and make the optimizer after that",
+        is_silent=True,
+    ),
+    RootCause(
+        "not_reached",
+        "The optimizer holds a parameter that the loss does not depend on.",
+        "use its module in forward (without detach or no_grad), or freeze it and leave it out of the optimizer",
+        is_silent=True,
+    ),
+    RootCause(
+        "loss_mismatch",
+        "The loss is given something that it does not expect, so its gradient is wrong or nearly nothing.",
+        "give the loss what its documentation asks for: cross_entropy and binary_cross_entropy_with_logits take raw outputs, nll_loss "
+        "takes log_softmax",
+        is_silent=True,
+    ),
+    RootCause(
+        "wrong_mode",
+        "Dropout or BatchNorm are in evaluation mode while training, or in training mode during an evaluation.",
+        "call model.train() after every evaluation of your own, let train() of your modules call super().train(mode), and pass "
+        "training=self.training to functional dropout",
+        is_silent=True,
+    ),
+    RootCause(
+        "precision_not_in_effect",
+        "Half precision was asked for, and the matrix products are computed in float32.",
+        "remove what turns autocast off (autocast(enabled=False), .float()), or set loop.precision=fp32",
+        is_silent=True,
+    ),
+    RootCause(
+        "schedule_ended",
+        "The learning rate is practically zero while most steps are still to come, or it swings up and down.",
+        "give the schedule the number of optimizer steps, not of epochs or batches: it is stepped after every optimizer step",
+        is_silent=True,
+    ),
+    RootCause(
+        "repeated_data",
+        "The same data comes again and again, or two ranks train on the same data.",
+        "look at the data loader: what it shuffles, how it is split over ranks, and whether it returns the batch that was asked for",
+        is_silent=True,
+    ),
+    RootCause(
+        "replicas_differ",
+        "The copies of the model on the ranks are no longer the same.",
+        "look for what only some ranks do: clipping, an extra optimizer step, another random initialisation; and at the hardware of "
+        "the rank that differs",
+        is_silent=True,
+    ),
+    RootCause(
+        "memory_corruption",
+        "A weight or a moment changed between two steps, and no operation of torch wrote to it.",
+        "if your code writes through .data, use torch.no_grad() and in-place operations instead; otherwise test the memory of this machine",
+        is_silent=True,
+    ),
+    RootCause(
+        "no_progress",
+        "After hundreds of steps the loss is no better than that of a constant answer.",
+        "check that targets belong to their inputs, then try another learning rate (safetrain check CONFIG --only learning_rate)",
+        is_silent=True,
+    ),
+    RootCause(
+        "oscillation",
+        "The loss jumps up and down from step to step and does not fall.",
+        "lower the learning rate or use larger batches; clip the gradient norm",
+        is_silent=True,
+    ),
+    RootCause(
+        "vanishing_gradients",
+        "Hardly any gradient arrives at the first layers.",
+        "use ReLU or GELU instead of sigmoid or tanh, normalise between layers (BatchNorm, LayerNorm), initialise with "
+        "kaiming_uniform_, or add residual connections",
+        is_silent=True,
+    ),
+    RootCause(
+        "dead_network",
+        "The output is the same for every input, and no gradient flows any more.",
+        "lower the learning rate, start biases at 0 and weights at kaiming_uniform_, use LeakyReLU or GELU, or normalise between layers",
+        is_silent=True,
     ),
     RootCause(UNKNOWN, "", "no rule explains this; look at the operands and at the remedies that worked"),
 )

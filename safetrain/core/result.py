@@ -41,6 +41,8 @@ class FitResult:
     epochs: int = 0
     """Complete passes over the training data."""
     incidents: list[Incident] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """What is wrong although every number is finite (the guard `sanity`): `step`, `label` (a cause), `text`, `advice` and `names`."""
     losses: list[float] = field(default_factory=list)
     """One per attempted step, NaN included."""
     final_loss: float = math.nan
@@ -118,6 +120,7 @@ class FitResult:
             "islands": self.islands,
             "patches": self.patches,
             "quarantined": self.quarantined,
+            "warnings": self.warnings,
             "incidents": [i.to_dict() for i in self.incidents],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }

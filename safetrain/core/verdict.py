@@ -45,6 +45,21 @@ class Doubt(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something wrong that no single number of a step shows: training goes on, and does not learn or learns the wrong thing.
+
+    In a verdict that lets the step pass it is a warning (`result.warnings`); of a refused step it is the cause.
+    """
+
+    label: str
+    """One of `core.causes`."""
+    text: str
+    """A sentence for people, with the numbers."""
+    names: tuple[str, ...] = ()
+    """The parameters or modules that it is about."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A guard's answer about one step.
 
@@ -88,6 +103,9 @@ class Verdict:
     recording: Any = field(default=None, repr=False)
     """What the guard measured in this step, as plain numbers, strings, lists and dicts. If the guard has a method `records()`, which
     returns the same of earlier steps, both are written to `flight_recorder.json` of the incident."""
+
+    findings: tuple[Finding, ...] = field(default=(), repr=False)
+    """What is wrong although every number is finite, the gravest first."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):

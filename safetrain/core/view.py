@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,20 @@ class DeviceStep:
 
 
 @dataclass(frozen=True)
+class FirstLoss:
+    """The first loss of a run, between its forward and its backward pass: the only time that guards see the graph."""
+
+    loss: Tensor
+    """With its graph."""
+    model: nn.Module
+    optimizer: Optimizer
+    window: Sequence[Any]
+    precision: str
+    auxiliary_modules: Sequence[nn.Module] = ()
+    """Modules that take part in the step without being part of the model."""
+
+
+@dataclass(frozen=True)
 class StepView:
     """A step's numbers on the host. Frozen: a guard that wants to remember something does so in `learn`.
 
@@ -116,6 +131,8 @@ class StepView:
     """Steps at which the run was rolled back (at most 1000), oldest first."""
     num_restarts: int = 0
     """How often training was started again from the beginning."""
+    total_steps: int | None = None
+    """Steps that the run will take, if that is known."""
     bad_state: Callable[[], Mapping[str, str]] = dict
     """Names of non-finite parameters, optimizer state and buffers, with what is wrong. Reads the whole state: only call
     it when the step is already in trouble."""

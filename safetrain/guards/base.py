@@ -21,7 +21,7 @@ from ..core.options import config_attribute, config_key
 from ..core.protocols import check_protocol
 from ..core.spelling import suggest
 from ..core.verdict import Decision, Verdict
-from ..core.view import DeviceStep, Limits, StepView
+from ..core.view import DeviceStep, FirstLoss, Limits, StepView
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class NoOptions:
 
 PROTOCOL = {
     "attach": "attach(self, model) -> what removes it, or None",
+    "inspect": "inspect(self, first)",
     "begin": "begin(self, step, num_refused)",
     "limits": "limits(self) -> Limits",
     "measure": "measure(self, step) -> {name: 0-d tensor}",
@@ -124,6 +125,9 @@ class Guard:
     def attach(self, model: nn.Module) -> Callable[[], None] | None:
         """Install hooks on the model before the first step; return a function that removes them."""
         return None
+
+    def inspect(self, first: FirstLoss) -> None:
+        """Called once in each process, with the first loss before its backward pass. Read nothing to the host here."""
 
     def begin(self, step: int, num_refused: int) -> None:
         """Called before each step; `num_refused` steps directly before it were refused."""

@@ -13,7 +13,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from ..core.verdict import COMMIT, Action, Decision, merge
-from ..core.view import DeviceStep, Limits, StepView, tightest
+from ..core.view import DeviceStep, FirstLoss, Limits, StepView, tightest
 from .base import REGISTRY, Guard
 
 
@@ -93,6 +93,10 @@ class GuardSet(MutableSequence[Guard]):
     def _attach(self, guard: Guard, model: nn.Module) -> None:
         if (remove := guard.attach(model)) is not None:
             self._hooks.callback(remove)
+
+    def inspect(self, first: FirstLoss) -> None:
+        for guard in self._members:
+            guard.inspect(first)
 
     def begin(self, step: int, num_refused: int) -> None:
         for guard in self._begin:

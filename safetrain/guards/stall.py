@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.history import Recent
 from ..core.options import option
-from ..core.verdict import COMMIT, Action, Decision, Verdict
+from ..core.verdict import COMMIT, Action, Decision, Finding, Verdict
 from ..core.view import DeviceStep, StepView
 from .base import Guard
 from .statistics import Beginning, raised
@@ -105,15 +105,15 @@ class Stall(Guard):
         if self.num_dead >= self.config.dead_steps:
             evidence: dict[str, Any] = {"signal": "grad_norm", "value": view.grad_norm}
             reason = f"the gradient has been zero for {self.num_dead} steps at a loss of {self.last:.4g}: the network is dead"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+            return _dead(reason, evidence)
         if self.num_frozen >= self.config.frozen_steps:
             evidence = {"signal": "loss", "value": self.last}
             reason = f"the loss has been exactly {self.last:.6g} for {self.num_frozen} steps, its best was {self.beginning.best:.4g}"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+            return _dead(reason, evidence)
         if self.num_constant >= 3:
             evidence = {"signal": "output_spread", "value": 0.0}
             reason = f"the model gives the same output for every sample of a batch, {self.num_constant} times in a row"
-            return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence)
+            return _dead(reason, evidence)
         size, rise = view.signals.get(f"{self.name}.weight_size"), self.config.far_above - 1.0
         return (
             self.beginning.rose_from_start(self.config.early_steps, self.config.early_rise, size)
@@ -153,6 +153,10 @@ class Stall(Guard):
         self.last = math.inf if state["last"] is None else state["last"]
         self.norms = Recent(50, state["norms"])
         self.beginning.load_state_dict(state["beginning"])
+
+
+def _dead(reason: str, evidence: dict[str, Any]) -> Verdict:
+    return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, findings=(Finding("dead_network", reason),))
 
 
 def _has_samples(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.schema import ForensicsConfig
-from ..core.causes import CAUSES
+from ..core.causes import CAUSES, UNKNOWN
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Origin
 from ..core.result import FitResult
@@ -51,7 +51,9 @@ class Investigator:
     def investigate(self, case: RefusedStep) -> None:
         """Find out what went wrong in the step; the answers are put into its incident."""
         incident, diagnosis, step = case.incident, None, self._step
-        if not case.has_non_finite_number:
+        if incident.cause.label != UNKNOWN:
+            pass  # a guard knows it
+        elif not case.has_non_finite_number:
             incident.cause.explanation = "every number of the step is finite, so there is no first bad operation"
         elif case.is_late:
             incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"

@@ -24,6 +24,8 @@ class History:
         self.refused_steps: deque[int] = deque(maxlen=1000)
         self.dynamics_steps: deque[int] = deque(maxlen=1000)
         self.rollback_steps: deque[int] = deque(maxlen=1000)
+        self.total_steps: int | None = None
+        """Steps that the run will take, if that is known."""
         self.guard_seconds = 0.0
         """Spent by this process on what guards do in each step."""
 
@@ -35,6 +37,7 @@ class History:
             "dynamics_steps": self.dynamics_steps,
             "rollback_steps": self.rollback_steps,
             "num_restarts": self.num_restarts,
+            "total_steps": self.total_steps,
             "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
         }
 

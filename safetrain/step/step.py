@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.snapshots import Copy
 from ..checkpoint.state import Stateful, TrainState
-from ..core.loss import check_no_backward, check_reached, no_graph, split_loss, unlogged_values
+from ..core.loss import no_graph, split_loss, unlogged_values
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import DeviceStep, StepView
 from ..forensics import Step as Replayed
@@ -35,6 +35,7 @@ from ..tensors import gradients
 from ..tensors.nest import same_nest
 from .audit import Audit
 from .exchange import AttemptWatch, Exchange
+from .first import FirstStep
 from .history import History
 from .measurement import Measurement
 from .transaction import Transaction
@@ -103,7 +104,7 @@ class Step:
         """Further parts that are saved and restored with the step's own."""
         self.blind_spot: Callable[[], str] = str
         """For people: which part of a step a replay cannot run, if there is one."""
-        self._is_checked = False
+        self._first: FirstStep | None = FirstStep(self)
 
     def _find_parameters(self) -> None:
         self.groups = [group["params"] for group in self.optimizer.param_groups]
@@ -160,16 +161,15 @@ class Step:
                     loss, metric = self.forward(batch)
                     losses.append(loss.detach())
                     metrics.append(metric)
-                    if not self._is_checked and index == 0:
-                        check_no_backward(self.parameters)
+                    if self._first is not None and index == 0:
+                        self._first.check_forward(loss, window)
                     exchange.before_backward(self, losses, metrics, window, is_last)
                     if watch is not None:
                         watch.backward(losses[-1])
                     self.precision.backward(loss if divisor == 1 else loss / divisor)
             self.transaction.notice_writes()
-            if not self._is_checked:
-                check_reached(self.optimizer)
-                self._is_checked = True
+            if self._first is not None:
+                self._first = self._first.check_backward()
         except Exception as error:
             exchange.stand_in(self, error, window)
         return self.measure(window, losses, metrics)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from ..config.schema import LoopConfig
 from ..core import progress
 from ..core.loss import split_metrics, unlogged_values
 from ..core.result import FitResult
+from ..core.verdict import Finding
 from ..data.belongings import Belongings
 from ..data.sources import StatefulSource
 from ..data.stream import BatchStream
 from ..distributed.comm import Link
 from ..errors import DataError, LossError, UsageError
+from ..guards.modes import watched_evaluation
 from ..step.step import Step
 from ..tensors.devices import wide
 from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
+from .findings import note_warnings
 
 RESERVED = {"step", "event", "best", "time"}
 """What the record of an evaluation holds besides its metrics."""
@@ -58,6 +62,9 @@ class Evaluation:
         self.monitor = loop.monitor
         self.unlogged: list[str] | None = None
         """Names of what the first evaluation step returned that is not one number; None before it."""
+        self._looks = any(guard.name == "sanity" for guard in step.guards)
+        """The first batch is still to be looked at: does the model compute as in training?"""
+        self._findings: list[Finding] = []
 
     def is_due(
         self,
@@ -86,6 +93,9 @@ class Evaluation:
                 metrics = evaluate(step.model, self._evaluate_batch, stream, self._link)
             finally:
                 step.transaction.restore()
+        for text in note_warnings(result, self._findings, step.index):
+            logging.getLogger("safetrain").warning("%s", text)
+        self._findings = []
         is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
         return metrics, is_best
 
@@ -131,11 +141,15 @@ class Evaluation:
     def _evaluate_batch(self, batch: Any) -> Any:
         # Not through the distributed wrapper: its collectives would have to match on all ranks.
         model = self._step.called if self._step.exchange.world_size == 1 else self._step.model
-        with self._step.precision.autocast():
+        with self._step.precision.autocast(), self._looked_at() as self._findings:
             output = self.evaluation_step(model, batch)
         if self.unlogged is None:
             self.unlogged = unlogged_values(output)
         return output
+
+    def _looked_at(self) -> AbstractContextManager[list[Finding]]:
+        looks, self._looks = self._looks and self._step.called is self._step.model, False
+        return watched_evaluation(self._step.model) if looks else nullcontext(self._findings)
 
 
 def evaluate(

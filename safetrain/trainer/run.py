@@ -37,11 +37,12 @@ from ..incidents import bundle
 from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
+from .findings import explain_by_findings, findings_of, note_warnings
 from .signals import acknowledge, signals_noted
 
 RESULT_FIELDS = (
     *("steps", "skipped", "rollbacks", "steps_undone", "overflows", "num_clipped"),
-    *("most_clipped", "epochs", "final_loss", "evaluations", "best", "resumes"),
+    *("most_clipped", "epochs", "final_loss", "evaluations", "best", "resumes", "warnings"),
 )
 
 
@@ -328,6 +329,9 @@ class Run:
         self.result.overflows += outcome == "overflow"
         self.history.decided(view.step, outcome)
         self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps))
+        if not decision.is_silent and outcome == "commit":
+            for text in note_warnings(self.result, findings_of(decision), view.step):
+                self.warn(text)
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident:
         """An incident with what is known at once: who refused the step, and why."""
@@ -337,7 +341,9 @@ class Run:
         )
         trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
+        incident = Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
+        explain_by_findings(incident, decision)
+        return incident
 
     def close_incident(self, case: RefusedStep) -> None:
         """Record what was done about a refused step; keep and report its incident."""
@@ -352,7 +358,7 @@ class Run:
             self.history.consecutive_refusals = 0
         if resolution.is_dynamics:
             self.history.dynamics_steps.append(view.step)
-            if not case.has_non_finite_number:
+            if not case.has_non_finite_number and incident.cause.label == "unknown":
                 explanation = f"every number was finite, but training diverged: {'; '.join(incident.decision.reasons)}"
                 incident.cause = Cause("divergence", explanation)
         self.keep(incident)

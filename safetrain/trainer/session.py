@@ -230,6 +230,7 @@ def open_session(
             stack.enter_context(deterministic_algorithms())
         stack.enter_context(step.guards.attached(step.model))
         step.include(auxiliary_modules)
+        step.history.total_steps = total_steps(config, stream)
         step.clear_gradients()
         deferral = Deferral(step, config.loop.host_read_every)
         stack.push(lambda kind, error, trace: deferral.close(None if error is None else run.stepped))
@@ -241,7 +242,7 @@ def open_session(
             "world_size": step.exchange.world_size,
             "guards": [guard.name for guard in step.guards],
             "run_dir": run.dir,
-            "total_steps": total_steps(config, stream),
+            "total_steps": step.history.total_steps,
         }
         caveats = stream.caveats() if config.checkpoint.enabled else []
         if run.resumed is None:

@@ -19,6 +19,7 @@ from safetrain._private import allocator, compiler, dataloader, dtensor, feature
 from safetrain.distributed.replicas import Replicas
 from safetrain.errors import UsageError
 from safetrain.forensics import investigate
+from safetrain.guards.graph import broadcast
 from safetrain.optim.ema import Ema
 from safetrain.precision.islands import island
 from safetrain.preflight.observer import Observer
@@ -337,3 +338,11 @@ def test_without_listening_no_loop_is_watched():
     model = make_model()
     with feature.without("listen_to_loops"), pytest.raises(UsageError, match="use SafeTrainer"):
         watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_without_shapes_in_the_graph_targets_that_broadcast_are_not_seen():
+    outputs = torch.randn(4, 1, requires_grad=True).tanh()
+    loss = (outputs - torch.randn(4)).square().mean()
+    assert broadcast(loss).label == "loss_mismatch"
+    with feature.without("graph_shapes"):
+        assert broadcast(loss) is None

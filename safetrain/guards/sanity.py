@@ -1,0 +1,284 @@
+"""Notices training that runs and does not learn, or learns the wrong thing, although every number is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ..core.options import option
+from ..core.verdict import COMMIT, Action, Decision, Finding, Verdict
+from ..core.view import DeviceStep, FirstLoss, StepView
+from .base import Guard
+from .course import Course
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from .data_looks import BatchLooks
+    from .graph import ConstantAnswer
+    from .modes import MatmulTypes, TrainingModes
+    from .weights import WeightLooks
+
+FIRST = 4
+"""The first steps, which are looked at closely."""
+VANISHED = 1e-5
+"""Share of the gradient of the last layers, element by element, below which the first ones get practically none."""
+PATIENCE = 20
+"""Steps in which a parameter that other entries of its list took turns with was not reached."""
+
+
+@dataclass
+class SanityConfig:
+    look_every: int = option(100, ge=2)
+    """Look at all bits of the weights every N steps, to find what does not move, what moved by itself, and ranks that differ. A few
+    elements are looked at in every step."""
+    no_progress_steps: int | None = option(1000, ge=20)
+    """After this many steps (or half of the run) a loss that is no better than that of the same answer for every sample is reported.
+    null: never."""
+    stop_after: int = option(20, ge=2)
+    """Applied steps in a row that changed no weight, after which the run stops: nothing can be learned."""
+    strict: bool = False
+    """Stop at the first finding."""
+    ignore: list[str] = field(default_factory=list)
+    """Labels of findings that are not to be reported (`not_in_optimizer`, say), and globs over parameters that are not looked at."""
+
+
+class Sanity(Guard):
+    Config = SanityConfig
+    config: SanityConfig
+    measures_backward = False
+    over_ranks = "max"
+
+    def __init__(self, config: SanityConfig | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.course = Course()
+        self.said: set[str] = set()
+        """Labels that were reported; each is said once."""
+        self.num_same = self.num_unchanged = self.num_repeated = self.num_alike = self.num_shared = (
+            self.num_vanished
+        ) = 0
+        self._last: tuple[float, float, float, int] | None = None
+        """Sampled weights, batch, learning rate and epoch of the last committed step."""
+        self._model: nn.Module | None = None
+        self._found: list[Finding] = []
+        self._waiting: dict[str, Any] = {}
+        self._first_step: int | None = None
+        self._looks: WeightLooks | None = None
+        self._modes: TrainingModes | None = None
+        self._types: MatmulTypes | None = None
+        self._batches: BatchLooks | None = None
+        self._constant: ConstantAnswer | None = None
+        self._precision = "fp32"
+
+    # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        self._model = model
+        return self._detach
+
+    def _detach(self) -> None:
+        self._model = self._looks = self._modes = None
+        if self._types is not None:
+            self._types.remove()
+            self._types = None
+
+    def begin(self, step: int, num_refused: int) -> None:
+        if self._model is not None and self._modes is None:
+            from ..precision.compiled import called_for
+            from .modes import MatmulTypes, TrainingModes
+
+            self._modes = TrainingModes(self._model)
+            if called_for(self._model) is self._model:  # hooks that come and go would compile it again
+                self._types = MatmulTypes(self._model)
+
+    def inspect(self, first: FirstLoss) -> None:
+        from ..tensors.sharded import is_sharded
+        from .data_looks import BatchLooks
+        from .graph import ConstantAnswer, broadcast, coverage, graph_of, mismatches
+        from .weights import WeightLooks
+
+        is_whole = not is_sharded(first.model)
+        graph = graph_of(first.loss)
+        self._found += [*mismatches(graph), *filter(None, [broadcast(first.loss)])]
+        if is_whole:
+            covered = coverage(first, graph)
+            self._found += covered.findings
+            self._waiting = covered.waiting
+        self._constant, self._precision = ConstantAnswer(first.loss, first.window), first.precision
+        held = {id(p) for group in first.optimizer.param_groups for p in group["params"] if group.get("lr", 1.0) != 0}
+        weights = {name: p for name, p in first.model.named_parameters() if id(p) in held and p.requires_grad}
+        weights = {name: p for name, p in weights.items() if not self._ignores(name)}
+        self._looks, self._batches = WeightLooks(weights, is_whole) if weights else None, BatchLooks()
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
+        if self._batches is None:  # the first loss was not seen
+            return {}
+        if self._first_step is None:
+            self._first_step = step.step
+        age, every = step.step - self._first_step, self.config.look_every
+        signals: dict[str, Tensor] = {}
+        if self._looks is not None:
+            is_look = age < FIRST or step.step % every == 0 or self.num_same >= 2
+            signals |= self._looks.measure(step.step, is_look, step.grad_norm)
+        if age < PATIENCE or step.step % every in (0, 1, 2):
+            signals |= self._batches.measure(step.window, step.loss)
+        if age < PATIENCE and self._constant is not None and (constant := self._constant.loss(step.window)) is not None:
+            signals["constant_loss"] = constant.to(step.loss.device, step.loss.dtype)
+        self._look_at_modules(age)
+        return signals
+
+    def _look_at_modules(self, age: int) -> None:
+        if self._types is not None and (finding := self._types.finding(self._precision)) is not None:
+            self._found.append(finding)
+        if self._types is not None:
+            self._types.remove()
+            self._types = None
+        if self._modes is not None and (finding := self._modes.finding()) is not None:
+            self._found.append(finding)
+        if self._waiting:
+            self._waiting = {name: p for name, p in self._waiting.items() if p.grad is None}
+            if self._waiting and age >= PATIENCE:
+                from .graph import not_reached
+
+                self._found.append(not_reached(self._waiting))
+                self._waiting = {}
+
+    def judge(self, view: StepView) -> Verdict:
+        if view.in_trouble or view.scaler_overflow:
+            return COMMIT
+        if self.num_unchanged >= self.config.stop_after:
+            finding = Finding("weights_unchanged", f"{self.num_unchanged} applied steps in a row changed no weight")
+            return self._verdict(Action.STOP, [finding])
+        findings = [*self._found, *self._about_weights(view), *self._about_data(view), *self._about_course(view)]
+        findings = [f for f in findings if f.label not in self.said and f.label not in self.config.ignore]
+        if not findings:
+            return COMMIT
+        if any(finding.label == "replicas_differ" for finding in findings):
+            return self._verdict(Action.ROLLBACK, findings)
+        return self._verdict(Action.STOP if self.config.strict else Action.COMMIT, findings)
+
+    def _verdict(self, action: Action, findings: list[Finding]) -> Verdict:
+        reason = "; ".join(finding.text for finding in findings)
+        evidence = {"signal": findings[0].label, "value": None, "names": findings[0].names}
+        return Verdict(action, reason=reason, evidence=evidence, findings=tuple(findings))
+
+    def _signal(self, view: StepView, name: str) -> float | None:
+        return view.signals.get(f"{self.name}.{name}")
+
+    def _about_weights(self, view: StepView) -> list[Finding]:
+        looks = self._looks
+        found: list[Finding] = []
+        if looks is None:
+            return found
+        for name in ("all_weights", "weights"):
+            most, least = self._signal(view, name), self._signal(view, f"{name}_negative")
+            if most is not None and least is not None and most != -least:
+                names, ranks = looks.differing()
+                who = f"rank {', '.join(map(str, ranks))} differs" if ranks else "the ranks differ"
+                found.append(
+                    Finding(
+                        "replicas_differ",
+                        f"{who} in {len(names)} of {len(looks.names)} weights: {_listed(names)}",
+                        names,
+                    )
+                )
+                break
+        can_move = self._last is not None and self._last[2] > 0 and view.lr <= self._last[2]  # else it is warming up
+        if self._signal(view, "corrupt"):
+            names = looks.corrupt()
+            text = f"{_listed(names)} changed between two steps, and no operation of torch wrote to it"
+            found.append(Finding("memory_corruption", text, names))
+        if can_move and self._signal(view, "unchanged") == 1.0 and looks.are_where_they_were():
+            text = f"step {view.step - 1} was applied at a learning rate of {view.lr:.3g} and changed no weight"
+            found.append(Finding("weights_unchanged", text, tuple(looks.names)))
+        elif can_move and self._signal(view, "stuck"):
+            names = looks.stuck()
+            text = f"{_listed(names)} get a gradient, and do not move by it"
+            found.append(Finding("weights_unchanged", text, names))
+        return found
+
+    def _about_data(self, view: StepView) -> list[Finding]:
+        found = []
+        if self.num_repeated >= 3:
+            found.append(
+                Finding("repeated_data", f"the same batch came {self.num_repeated + 1} times in a row in one epoch")
+            )
+        if self.num_alike >= 3:
+            found.append(
+                Finding("repeated_data", f"every sample of a batch is the same one, {self.num_alike} times in a row")
+            )
+        if self.num_shared >= 2:
+            found.append(
+                Finding("repeated_data", f"all ranks were given the same batch, {self.num_shared} times in a row")
+            )
+        if self.num_vanished >= 2:
+            text = f"the first layers get less than {VANISHED:g} of the gradient of the last ones"
+            found.append(Finding("vanishing_gradients", text))
+        return found
+
+    def _about_course(self, view: StepView) -> list[Finding]:
+        course = self.course
+        findings = (
+            course.ended_schedule(view.total_steps, max(view.lrs, default=0.0)),
+            course.no_progress(self.config.no_progress_steps, view.total_steps),
+            course.oscillation(),
+        )
+        return [finding for finding in findings if finding is not None]
+
+    # ---- what was committed --------------------------------------------------------------------------------------
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        if (verdict := decision.verdicts.get(self.name)) is not None:
+            self.said.update(finding.label for finding in verdict.findings)
+        self._found.clear()
+        if self._looks is not None:
+            self._looks.applied(view.step)
+        if (constant := self._signal(view, "constant_loss")) is not None:
+            self.course.constant.add(constant)
+        self.course.learn(view.loss, view.lrs)
+        weights, batch = self._signal(view, "weights"), self._signal(view, "batch")
+        # At the end of a schedule it is meant that nothing moves any more.
+        last, lr = self._last, max(view.lrs, default=0.0)
+        moves = view.grad_norm > 0 and lr > 1e-4 * self.course.highest_lr
+        if last is not None and weights is not None:
+            self.num_same = self.num_same + 1 if weights == last[0] and last[2] > 0 else 0
+        unchanged = self._signal(view, "unchanged")
+        if unchanged is not None and last is not None:
+            self.num_unchanged = self.num_unchanged + 1 if unchanged == 1.0 and last[2] > 0 else 0
+        if batch is not None:
+            is_again = (
+                last is not None
+                and batch == last[1]
+                and view.epoch == last[3]
+                and not self._signal(view, "same_object")
+            )
+            self.num_repeated = self.num_repeated + 1 if is_again else 0
+            self.num_alike = self.num_alike + 1 if self._signal(view, "alike") else 0
+            least = self._signal(view, "batch_negative")
+            self.num_shared = self.num_shared + 1 if least is not None and batch == -least else 0
+        if (
+            arriving := self._signal(view, "arriving")
+        ) is not None and last is not None:  # in the first step some are 0 by design
+            self.num_vanished = self.num_vanished + 1 if arriving < VANISHED else 0
+        known = -1.0 if batch is None else batch
+        self._last = (-1.0 if weights is None else weights, known, lr if moves else 0.0, view.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"course": self.course.state_dict(), "said": sorted(self.said)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.course.load_state_dict(state["course"])
+        self.said = set(state["said"])
+
+    def _ignores(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self.config.ignore)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    from .graph import listed
+
+    return listed(names)

@@ -1,0 +1,125 @@
+"""Whether the weights move as they should: by every applied step, by nothing else, and alike on all ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..distributed.comm import gather, num_processes
+from .fingerprint import Sample, as_signal, digests
+
+_VERSION = operator.attrgetter("_version")
+STRONG = 1e-3
+"""A gradient of this share of the global norm is no rounding error."""
+
+
+@dataclass
+class Applied:
+    """All weights before and after an applied step."""
+
+    step: int
+    before: Tensor
+    after: Tensor
+    versions: list[int]
+    strong: Tensor | None
+
+
+class WeightLooks:
+    """Everything stays on the device, in one number for each tensor."""
+
+    def __init__(self, weights: Mapping[str, Tensor], compares_ranks: bool) -> None:
+        self.names, self.tensors = list(weights), list(weights.values())
+        self._compares_ranks = compares_ranks and num_processes() > 1
+        self._sample = Sample(self.tensors)
+        self._before: tuple[int, Tensor, Tensor | None] | None = None
+        self._applied: Applied | None = None
+        self._stuck: Tensor | None = None
+        self._changed: Tensor | None = None
+        self._written = torch.zeros(len(self.tensors), dtype=torch.bool)
+        """Weights that the program itself writes to between steps without torch noticing."""
+
+    def measure(self, step: int, is_look: bool, norm: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if (sampled := self._sample.take()) is not None:
+            found |= self._for_ranks("weights", sampled)
+        if is_look or (self._applied is not None and self._applied.step == step - 1):
+            now = digests(self.tensors)
+            if self._applied is not None and self._applied.step == step - 1:
+                found |= self._compare(self._applied, now)
+            if is_look:
+                self._before = step, now, self._strong(norm, found)
+                found |= self._for_ranks("all_weights", as_signal(now.sum())) if self._compares_ranks else {}
+        return {name: value.to(norm.device) for name, value in found.items()}
+
+    def _for_ranks(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The largest over all ranks, and the smallest as the largest of the negative."""
+        return {name: value, f"{name}_negative": -value} if self._compares_ranks else {name: value}
+
+    def applied(self, step: int) -> None:
+        """After the update of a step whose weights were looked at."""
+        if self._before is not None and self._before[0] == step:
+            after, versions = digests(self.tensors), list(map(_VERSION, self.tensors))
+            self._applied = Applied(step, self._before[1], after, versions, self._before[2])
+            self._before = None
+
+    def _compare(self, applied: Applied, now: Tensor) -> dict[str, Tensor]:
+        same = applied.before == applied.after
+        untouched = [a == b for a, b in zip(map(_VERSION, self.tensors), applied.versions, strict=True)]
+        changed = (now != applied.after) & torch.tensor(untouched).to(now.device)
+        self._changed = changed & ~self._written.to(now.device)
+        found = {"unchanged": same.float().mean(), "corrupt": self._changed.sum().float()}
+        if applied.step < 2:  # what is written from the start is written on purpose
+            self._written = self._written.to(now.device) | changed
+            found["corrupt"] = torch.zeros_like(found["corrupt"])
+        if applied.strong is not None:
+            stuck = same & applied.strong
+            self._stuck, before = stuck, self._stuck
+            found["stuck"] = torch.zeros(()) if before is None else (stuck & before.to(stuck.device)).sum().float()
+        return found
+
+    def _strong(self, norm: Tensor, found: dict[str, Tensor]) -> Tensor | None:
+        """Which weights get a gradient that is no rounding error; None before the backward pass. Adds the share of the gradient of the
+        last layers that arrives at the first ones."""
+        if all(tensor.grad is None for tensor in self.tensors):
+            return None
+        none = norm.new_zeros(())
+        norms = [none if t.grad is None or t.grad.is_sparse else torch.linalg.vector_norm(t.grad) for t in self.tensors]
+        each = torch.stack([value.to(norm.device, norm.dtype) for value in norms])
+        places = [index for index, tensor in enumerate(self.tensors) if tensor.dim() > 1]
+        if (third := len(places) // 3) >= 2:
+            sizes = torch.tensor([self.tensors[place].numel() for place in places], dtype=each.dtype).sqrt()
+            typical = each[places] / sizes.to(each.device)
+            found["arriving"] = typical[:third].mean() / typical[-third:].mean()
+        matrices = torch.tensor([t.dim() > 1 for t in self.tensors]).to(norm.device)
+        return (each > STRONG * norm) & matrices
+
+    # ---- for a finding: these read from the device ----------------------------------------------------------------
+
+    def stuck(self) -> tuple[str, ...]:
+        return self._named(self._stuck)
+
+    def corrupt(self) -> tuple[str, ...]:
+        return self._named(self._changed)
+
+    def are_where_they_were(self) -> bool:
+        if self._sample.is_current(self.tensors):
+            return True
+        self._sample = Sample(self.tensors)
+        return False
+
+    def differing(self) -> tuple[tuple[str, ...], list[int]]:
+        """Which weights differ over the ranks, and on which ranks from most of the others. Collective: every rank must call it."""
+        all_digests = gather(digests(self.tensors).tolist())
+        columns = list(zip(*all_digests, strict=True))
+        names = tuple(name for name, column in zip(self.names, columns, strict=True) if len(set(column)) > 1)
+        usual = [max(sorted(set(column)), key=column.count) for column in columns]
+        ranks = [rank for rank, row in enumerate(all_digests) if row != usual]
+        return names, ranks
+
+    def _named(self, mask: Tensor | None) -> tuple[str, ...]:
+        flags: Sequence[bool] = [] if mask is None else mask.tolist()
+        return tuple(name for name, flag in zip(self.names, flags, strict=False) if flag)
