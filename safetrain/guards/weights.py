@@ -31,9 +31,10 @@ class Applied:
 class WeightLooks:
     """Everything stays on the device, in one number for each tensor."""
 
-    def __init__(self, weights: Mapping[str, Tensor], compares_ranks: bool) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], is_whole: bool) -> None:
+        """`is_whole`: the model is not sharded over the processes."""
         self.names, self.tensors = list(weights), list(weights.values())
-        self._compares_ranks = compares_ranks and num_processes() > 1
+        self._is_whole, self._compares_ranks = is_whole, is_whole and num_processes() > 1
         self._sample = Sample(self.tensors)
         self._before: tuple[int, Tensor, Tensor | None] | None = None
         self._applied: Applied | None = None
@@ -84,7 +85,7 @@ class WeightLooks:
     def _strong(self, norm: Tensor, found: dict[str, Tensor]) -> Tensor | None:
         """Which weights get a gradient that is no rounding error; None before the backward pass. Adds the share of the gradient of the
         last layers that arrives at the first ones."""
-        if all(tensor.grad is None for tensor in self.tensors):
+        if not self._is_whole or all(tensor.grad is None for tensor in self.tensors):
             return None
         none = norm.new_zeros(())
         norms = [none if t.grad is None or t.grad.is_sparse else torch.linalg.vector_norm(t.grad) for t in self.tensors]
