@@ -37,7 +37,7 @@ from ..incidents import bundle
 from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
-from .findings import explain_by_findings, findings_of, note_warnings
+from .findings import explained_by_findings, findings_of, note_warnings
 from .signals import acknowledge, signals_noted
 
 RESULT_FIELDS = (
@@ -330,8 +330,7 @@ class Run:
         self.history.decided(view.step, outcome)
         self.telemetry.stepped(StepRecord(view, decision, outcome, self.result.steps))
         if not decision.is_silent and outcome == "commit":
-            for text in note_warnings(self.result, findings_of(decision), view.step):
-                self.warn(text)
+            list(map(self.warn, note_warnings(self.result, findings_of(decision), view.step)))
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident:
         """An incident with what is known at once: who refused the step, and why."""
@@ -342,8 +341,7 @@ class Run:
         trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         incident = Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
-        explain_by_findings(incident, decision)
-        return incident
+        return explained_by_findings(incident, decision)
 
     def close_incident(self, case: RefusedStep) -> None:
         """Record what was done about a refused step; keep and report its incident."""
