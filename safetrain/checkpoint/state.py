@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._private.modules import is_saved
 from ..errors import CheckpointError, UsageError
 from ..guards import REGISTRY
+from ..tensors.nest import copied
 from ..tensors.rng import RandomState, seed_everything
 from ..tensors.saved import overlaps_itself
 from ..tensors.sharded import empty_like, is_dtensor, local, put, shard_like
@@ -315,7 +316,7 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
     packed = optimizer.state_dict()
     places: dict[str, tuple[Any, Any]] = {}
     state: dict[Any, Any] = {}
-    for index, values in packed["state"].items():
+    for index, values in packed.get("state", {}).items():
         if not isinstance(values, dict):
             state[index] = values
             continue
@@ -325,7 +326,10 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
                 name = f"optimizer/{index}/{key}"
                 tensors[name] = value.detach()
                 places[name] = (index, key)
-    return {"packed": {**packed, "state": state}, "tensors": places}
+    # A wrapper of another optimizer may keep both states under names of its own, and no "state".
+    others = {key: copied(value) for key, value in packed.items() if key not in ("state", "param_groups")}
+    kept = {**packed, **others}
+    return {"packed": {**kept, "state": state} if "state" in packed else kept, "tensors": places}
 
 
 def _marked(names: set[str], tensors: dict[str, Tensor]) -> list[str]:

@@ -193,7 +193,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
     if effort.anomaly:
         diagnosis.anomaly = _anomaly(replayer)
     found = Samples([])
-    if effort.samples:
+    if effort.samples and finding.phase != "params":  # the samples that use a bad parameter did not make it so
         found = _search_samples(replayer, finding, effort)
         diagnosis.samples = found.guilty
         if found.note and (found.guilty or found.failed):
@@ -211,8 +211,7 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
 def _search_samples(replayer: Replayer, finding: Finding, effort: Effort) -> Samples:
     """What is already known must not be lost when a batch is too unusual to be taken apart."""
     try:
-        # A bad parameter is rarely one that only few samples use.
-        share = 8 if finding.phase in ("params", "optimizer") else 2
+        share = 8 if finding.phase == "optimizer" else 2  # an update that overflows is rarely the fault of few samples
         return sample_search.search(replayer, finding, effort.max_replays // share)
     except Exception as error:
         return Samples([], f"the search failed ({type(error).__name__}: {error})", failed=True)

@@ -116,7 +116,9 @@ class Provenance:
         if leaf is None:
             is_mask = self._tracer.unwritten.get(wanted.region.storage, False)
             leaf = Leaf("outside", "a tensor made outside of the step", is_mask)
-        return Blame(None, leaf, intended=leaf.is_mask and wanted.kind == INF, path=_path(wanted.link))
+        reader = wanted.link.event.op if wanted.link is not None else ""
+        is_meant = leaf.is_mask or (leaf.may_forbid and reader in _PICKING)
+        return Blame(None, leaf, intended=is_meant and wanted.kind == INF, path=_path(wanted.link))
 
     # ---- questions about finite values -----------------------------------------------------------------------------
 
@@ -181,6 +183,11 @@ _MASKING_NODES = (
     "Clamp", "Threshold", "Relu", "Maximum", "Minimum", "MaxBackward", "MinBackward", "Amax", "Amin", "Topk",
     "Sort", "NllLoss", "Triu", "Tril", "NanToNum", "Nansum",
 )  # fmt: skip
+# Ops that use -inf in a parameter as "forbidden"; a product makes NaN of it.
+_PICKING = {
+    "add", "add_", "sub", "gather", "index", "index_select", "select", "copy_", "clone", "_to_copy", "maximum", "logsumexp",
+    "logaddexp", "max", "amax", "_softmax", "_log_softmax", "where", "masked_fill", "cat", "stack", "embedding",
+}  # fmt: skip
 # Ops that put a typed Inf somewhere.
 _FILLING = {
     "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where",

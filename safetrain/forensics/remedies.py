@@ -66,9 +66,19 @@ class Trials:
             error = str(result.error).strip().splitlines() or [type(result.error).__name__]
             return Remedy(name, False, None, f"{detail}: not applicable ({error[0][:120]})")
         finite = result.finite
+        if finite and not self._is_sensible(result.loss_value):
+            return Remedy(
+                name, False, result.loss_value, f"{detail}: finite, but the loss is not what training can use"
+            )
         if finite and self.finding.phase == "optimizer":
             finite = self._has_gradients() and update_is_finite(self.replayer)
         return Remedy(name, finite, result.loss_value, detail)
+
+    def _is_sensible(self, loss: float | None) -> bool:
+        """Near the loss of the good samples, where it is known."""
+        without = self.samples.without
+        good = without.loss_value if without is not None and without.finite else None
+        return loss is None or good is None or abs(loss) <= 1e3 * (abs(good) + 1)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -187,7 +197,7 @@ def larger_eps(trials: Trials) -> Iterator[Remedy]:
 def finite_learning_rate(trials: Trials) -> Iterator[Remedy]:
     optimizer = trials.optimizer
     if optimizer is not None and trials.finding.notes:
-        lr = float(optimizer.defaults.get("lr", 1e-3))
+        lr = float(optimizer.defaults.get("lr") or 1e-3)
         detail = f"with the learning rate {lr:g} that the optimizer began with"
         yield trials.update("learning_rate", detail, _group_option(optimizer, "lr", lr))
 

@@ -53,6 +53,8 @@ class Leaf:
     name: str
     is_mask: bool
     """Holds -inf on purpose."""
+    may_forbid: bool = False
+    """A parameter with -inf and no other bad value: transitions that are forbidden, if it is added to scores or picked from."""
 
 
 @dataclass
@@ -205,8 +207,11 @@ class Replayer:
     def _leaves(self, tracer: Tracer, batch: Any) -> dict[int, Leaf]:
         found: dict[int, Leaf] = {}
         for kind, name, tensor in self.named_leaves(batch):
-            found.setdefault(tracer.storages.region(tensor).storage, Leaf(kind, name, _is_mask(kind, tensor)))
+            found.setdefault(tracer.storages.region(tensor).storage, self._leaf(kind, name, tensor))
         return found
+
+    def _leaf(self, kind: str, name: str, tensor: Tensor) -> Leaf:
+        return Leaf(kind, name, _is_mask(kind, tensor), kind == "parameter" and _is_mask("buffer", tensor))
 
     def named_leaves(self, batch: Any) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in self.model.named_parameters():

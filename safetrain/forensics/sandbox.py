@@ -48,6 +48,8 @@ class Sandbox:
         self._held = Captured([*held, *_generators(loss_fn)], [buffer for _, _, buffer, _ in self._buffers], MAX_ITEMS)
         self._parameters = parameters
         self._gradients = [p.grad for p in parameters]
+        # Libraries keep notes on a parameter itself: the gradients of each sample, how many forwards wait for their backward.
+        self._notes = [dict(vars(p)) for p in parameters]
         self._by_address = {_address(p): p for p in parameters}
         self._overwritten: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
@@ -82,6 +84,10 @@ class Sandbox:
             for name in _attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
+        for parameter, notes in zip(self._parameters, self._notes, strict=True):
+            if vars(parameter) or notes:
+                vars(parameter).clear()
+                vars(parameter).update(notes)
         self._held.restore()
         random_state.restore()
 

@@ -121,7 +121,7 @@ def _finding(
     finding.notes = [
         f"the learning rate of parameter group {i} is {float(group['lr'])}"
         for i, group in enumerate(optimizer.param_groups)
-        if not math.isfinite(float(group.get("lr", 0.0)))
+        if not math.isfinite(float(group.get("lr") or 0.0))
     ]
     if blame.leaf is not None:
         finding.op = finding.name = "step"

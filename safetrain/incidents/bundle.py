@@ -145,10 +145,13 @@ def _optimizer(step: RecordedStep, room: float, left_out: list[str]) -> dict[str
     state = step.optimizer.state_dict()
     is_update = step.incident.origin.phase == "optimizer" or step.incident.trigger.signal == "update"
     if is_update and not is_sharded(step.model):
-        if _num_bytes(state["state"]) <= room:
+        if _num_bytes(state) <= room:
             return _on_host(to_loadable(state, "the optimizer"))  # type: ignore[no-any-return]
         left_out.append("the optimizer's moments, which are larger than forensics.max_bundle_mb")
-    return _on_host(to_loadable({**state, "state": {}}, "the optimizer"))  # type: ignore[no-any-return]
+    settings = (
+        {**state, "state": {}} if "state" in state else state
+    )  # a wrapper of another optimizer has names of its own
+    return _on_host(to_loadable(settings, "the optimizer"))  # type: ignore[no-any-return]
 
 
 def _checkpoint_of(step: RecordedStep) -> dict[str, Any] | None:

@@ -64,7 +64,7 @@ def forecast(schedule: Schedule, num_steps: int) -> Forecast | None:
         try:
             tried = copy.deepcopy(scheduler, {id(schedule.optimizer): stand_in})
             for _ in range(min(num_steps, MOST_STEPS)):
-                rates.append(max(float(group["lr"]) for group in stand_in.param_groups))
+                rates.append(max(float(group["lr"] or 0.0) for group in stand_in.param_groups))
                 tried.step()
         except Exception as error:
             return Forecast(rates, str(error)) if len(rates) > 1 else None

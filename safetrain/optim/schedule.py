@@ -35,7 +35,9 @@ def scaled_lr(optimizer: Optimizer, scale: float) -> AbstractContextManager[None
 
 @contextmanager
 def _scaled(optimizer: Optimizer, scale: float) -> Iterator[None]:
-    groups = [group for group in optimizer.param_groups if "lr" in group]
+    groups = [
+        group for group in optimizer.param_groups if group.get("lr") is not None
+    ]  # None: the optimizer finds its own rate
     scheduled = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * scale
@@ -70,7 +72,7 @@ class Schedule:
     def lrs_given(self, known: Mapping[int, float]) -> tuple[float, ...]:
         """The same; those in `known` have reached the host already."""
         groups = enumerate(self.optimizer.param_groups)
-        return tuple([known[i] if i in known else float(group.get("lr", 0.0)) for i, group in groups])
+        return tuple([known[i] if i in known else float(group.get("lr") or 0.0) for i, group in groups])
 
     def rates_on_device(self) -> dict[int, Tensor]:
         """Learning rates that are tensors on another device than the host, by the index of their group."""

@@ -334,6 +334,10 @@ class Step:
         self.stage = Stage.BETWEEN
 
     def clear_gradients(self) -> None:
+        if (
+            type(self.optimizer).zero_grad is not Optimizer.zero_grad
+        ):  # it keeps more than gradients: those of each sample
+            self.optimizer.zero_grad()
         for parameter in self.parameters:
             parameter.grad = None
 

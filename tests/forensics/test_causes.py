@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import test_failures_backward
 import test_failures_forward
 import test_failures_precision
 import test_failures_state
 import torch
-from forensic_cases import Case, Tiny
+from forensic_cases import Case, Tiny, incident_of
 from torch import nn
 
 from safetrain.forensics import causes, raised
@@ -130,3 +132,18 @@ def test_explanations_are_made_of_the_measured_numbers() -> None:
 def test_messages_of_torch(message: str, label: str) -> None:
     assert raised.explain_error(RuntimeError(message)).label == label
     assert raised.is_numeric(RuntimeError(message)) is (label != "unknown")
+
+
+def test_forbidden_transitions_in_a_parameter_are_meant() -> None:
+    """-inf in a parameter that is added to scores: the bad value is elsewhere."""
+    model = Tiny()
+    model.transitions = nn.Parameter(torch.tensor([0.0, -math.inf, 1.0]))
+
+    def loss_fn(m, x):
+        scores = torch.logsumexp(m(x) + m.transitions, 1)
+        return (scores / x.sum(1)).mean()
+
+    batch = torch.rand(5, 4)
+    batch[3] = 0
+    incident = incident_of(model, loss_fn, batch)
+    assert (incident.origin.name, incident.cause.label, incident.samples) == ("div", "division_by_zero", [3])

@@ -224,6 +224,8 @@ def _at(
         share = min(1.0, (step + 1) / max(num_steps / 2, 1))
         for group, low, high in zip(trainer.optimizer.param_groups, first, peak, strict=True):
             lr = factor * (low + (high - low) * share)
+            if group["lr"] is None:  # the optimizer finds its own rate
+                continue
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
