@@ -18,6 +18,9 @@ import torch
 from small import make_model, mse
 
 from safetrain import SafeTrainer
+from safetrain.core import containment
+
+containment.strict = True  # what is contained in a run of the user's is a failure here
 
 
 @pytest.fixture(autouse=True)

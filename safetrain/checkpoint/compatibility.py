@@ -1,15 +1,17 @@
-"""Which config keys may change between a run and its resume."""
+"""What may change between a run and its resume: config keys, and what to say of a state that does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from ..config.private import digest, private_keys
 from ..config.render import to_dict
 from ..config.schema import Config
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError, SafetrainError
 
 FREE = (
     *("name", "data.eval*", "data.num_workers", "guards*", "recovery*", "forensics*", "checkpoint*", "logging*"),
@@ -86,3 +88,18 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+@contextmanager
+def as_saved(path: Path) -> Iterator[None]:
+    """A state that was written by another program, or for other parts, is said to be one."""
+    try:
+        yield
+    except SafetrainError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state in {path} does not fit this run: {type(error).__name__}: {error}.\n"
+            "To fix: build the same model, optimizer, data and guards as the run that saved it; or resume from an older checkpoint, by "
+            "moving this one away."
+        ) from error

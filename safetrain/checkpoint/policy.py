@@ -24,9 +24,12 @@ from ..core.rundir import CHECKPOINTS
 from ..core.verdict import Action, Verdict
 from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
-from ..errors import CheckpointError, SafetrainError, UsageError
+from ..errors import CheckpointError, UsageError
+from .compatibility import as_saved
 from .group_store import open_store
-from .manifest import Damaged, Manifest, read_manifest
+from .kept_snapshots import KeptSnapshots
+from .manifest import Damaged, read_manifest
+from .rotation import chosen
 from .saver import Saver
 from .snapshots import SnapshotAudit, SnapshotRing
 from .state import Stateful, TrainingParts, TrainState, check_dense
@@ -73,8 +76,17 @@ class CheckpointPolicy:
         self._store = open_store(run.shared_dir / CHECKPOINTS, config.loop.rank_timeout_seconds)
         self._saver: Saver | None = None
         if self._config.enabled:
-            published, tidy = partial(self._store.point, "last"), partial(self._store.rotate, self._kept)
-            self._saver = Saver(self._store, self._config.async_, published, tidy)
+            tidy = partial(
+                self._store.rotate, partial(chosen, self._store, config.checkpoint, config.loop.monitor_mode)
+            )
+            self._saver = Saver(self._store, self._config.async_, self._published, tidy)
+        self._kept_snapshots: KeptSnapshots | None = None
+        if self._config.enabled and self._config.save_snapshots and num_processes() == 1:
+            self._kept_snapshots = KeptSnapshots(self._store.directory, run.warn)
+        self._ring: list[dict[str, Any]] = []
+        """What the checkpoint that was saved last says of the snapshots."""
+        self._used: set[int] = set()
+        """Steps of states that the run went back to, or that led to that: if trouble returns, it goes to an older one."""
         self._saved: tuple[int, ...] | None = None
         self._saved_steps = self._snapshot_steps = 0
         self._saved_time = time.monotonic()
@@ -93,18 +105,29 @@ class CheckpointPolicy:
             check_dense(self._parts.model)
         problem = None
         if resumed is not None:
-            with _as_saved(resumed.path):
+            with as_saved(resumed.path):
                 resumed.state.restore_progress(self._progress)
                 resumed.state.restore_training(self._parts)
             resumed.state.tensors.clear()  # they are the model's now; no need for two copies
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
+            self._restore_ring(resumed)
         else:
             problem = self.save(required=True)
         self._seen = (self._run.result.steps, self._run.num_refusals)
-        if problem is None and self._config.snapshot_every is not None:
+        if problem is None and self._config.snapshot_every is not None and self.snapshots.first is None:
             problem = self._take_snapshot()
         return problem
+
+    def _restore_ring(self, resumed: Loaded) -> None:
+        """What a rollback could go back to when the checkpoint was saved, it can after the resume."""
+        saved = resumed.state.rest.get("ring")
+        if saved is None or self._kept_snapshots is None or self._config.snapshot_every is None:
+            return
+        now = TrainState.gather(self._parts, self._run.result.steps)
+        self._fit_into_memory(now.num_bytes)
+        self._kept_snapshots.restore(resumed.path, saved["snapshots"], self.snapshots, now, self._moment())
+        self._used, self._snapshot_steps = set(saved["used"]), saved["snapshot_steps"]
 
     def after_step(self, settle: Callable[[], object]) -> Verdict | None:
         """Save and copy what is due. Costs a few comparisons when nothing is. `settle`: called before."""
@@ -170,7 +193,21 @@ class CheckpointPolicy:
         assert self._saver is not None
         self._run.saving()
         steps = self._run.result.steps
-        self._saver.save(TrainState.gather(self._parts, steps, self._progress), self._about())
+        state = TrainState.gather(self._parts, steps, self._progress)
+        if self._kept_snapshots is not None:
+            self._saver.wait()
+            self._ring = self._kept_snapshots.listed(self.snapshots, self._moment(), self._about())
+            state.rest["ring"] = {
+                "snapshots": self._ring,
+                "used": sorted(self._used),
+                "snapshot_steps": self._snapshot_steps,
+            }
+        self._saver.save(state, self._about())
+
+    def _published(self, path: Path) -> None:
+        self._store.point("last", path)
+        if self._kept_snapshots is not None and self._saved is not None:
+            self._kept_snapshots.published(path, self._saved, self._ring)
 
     def _moment(self) -> tuple[int, ...]:
         """Equal only if nothing that is saved has changed."""
@@ -189,24 +226,6 @@ class CheckpointPolicy:
             "version": __version__,
             "metric": metric,
         }
-
-    def _kept(self, sound: list[tuple[Path, Manifest]]) -> set[Path]:
-        """The checkpoints that stay when a new one is safely on disk. Called in a thread of its own."""
-        config, sign = self._config, 1.0 if self._loop.monitor_mode == "min" else -1.0
-        # Of several checkpoints of one step the last counts: it also knows of the evaluation, or of the end of the epoch.
-        sound = list({manifest.step: (path, manifest) for path, manifest in sound}.values())
-        ranked = sorted((sign * m.metric, index) for index, (_, m) in enumerate(sound) if m.metric is not None)
-        if ranked:
-            self._store.point("best", sound[ranked[0][1]][0])
-        kept = {path for path, _ in sound[-config.keep_last :]}
-        kept |= {sound[index][0] for _, index in ranked[: config.keep_best]}
-        if config.keep_every is not None:
-            seen: set[int] = set()
-            for path, manifest in sound:
-                if (mark := manifest.num_committed // config.keep_every) > 0 and mark not in seen:
-                    kept.add(path)
-                    seen.add(mark)
-        return kept
 
     def _guarded(self, action: Callable[[], object], required: bool = False) -> Verdict | None:
         """Do something that writes; an OSError ends the run only if `required` or on_error=stop."""
@@ -288,6 +307,8 @@ class CheckpointPolicy:
             if self.snapshots.first is None:
                 self._fit_into_memory(state.num_bytes)
             audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
+        if self._kept_snapshots is not None:
+            self._kept_snapshots.taken(self.snapshots, self._moment())
         if audit.is_fatal:
             return self._unsound(audit.problems)
         if audit.problems:
@@ -315,6 +336,8 @@ class CheckpointPolicy:
         step, state = self._earlier_state(to)
         self._parts.clear_gradients()  # first: they take as much room as the weights
         state.restore_training(self._parts)
+        self._used |= {step, *(s for s in map(self._store.step_of, self._store.paths()) if s > step)}
+        self.snapshots.forget_after(step)
         self._stream.skip(skip_windows * self._loop.grad_accum)
         steps = state.rest["num_committed"]
         self._run.rolled_back(step, steps, to)
@@ -326,10 +349,13 @@ class CheckpointPolicy:
         if to == "disk":
             if self._saver is not None:
                 self._guarded(self._saver.wait)
-            if (loaded := self._store.load_newest()) is not None:
+            if (loaded := self._store.load_newest(self._used)) is not None:
                 return loaded.manifest.step, loaded.state
         elif to in ("trusted", "first"):
-            if (snapshot := self.snapshots.pick(restart=to == "first")) is not None:
+            restart = to == "first"
+            if not restart and self.snapshots.is_used_up and self._has_older_checkpoint():
+                raise CheckpointError("every snapshot was gone back to already; there are older states on disk.")
+            if (snapshot := self.snapshots.pick(restart)) is not None:
                 return snapshot.step, snapshot.state
         else:
             raise UsageError(f"a rollback goes to 'trusted', 'first' or 'disk', not to {to!r}.")
@@ -337,20 +363,9 @@ class CheckpointPolicy:
             "there is no state to go back to.\nTo fix: set checkpoint.snapshot_every or checkpoint.enabled."
         )
 
-
-@contextmanager
-def _as_saved(path: Path) -> Iterator[None]:
-    """A state that was written by another program, or for other parts, is said to be one."""
-    try:
-        yield
-    except SafetrainError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the state in {path} does not fit this run: {type(error).__name__}: {error}.\n"
-            "To fix: build the same model, optimizer, data and guards as the run that saved it; or resume from an older checkpoint, by "
-            "moving this one away."
-        ) from error
+    def _has_older_checkpoint(self) -> bool:
+        first = self.snapshots.first
+        return first is not None and any(0 <= self._store.step_of(path) < first.step for path in self._store.paths())
 
 
 @contextmanager

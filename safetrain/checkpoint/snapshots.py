@@ -154,3 +154,25 @@ class SnapshotRing:
         if chosen is not None:
             chosen.used = True
         return chosen
+
+    @property
+    def is_used_up(self) -> bool:
+        """There are snapshots to go back to, and the run went back to each of them already."""
+        trusted = [s for s in self._ring if s.trusted]
+        return self.first is not None and self.first.used and all(s.used for s in trusted)
+
+    def all(self) -> list[Snapshot]:
+        """The first one, and the others, oldest first."""
+        return [*([] if self.first is None else [self.first]), *self._ring]
+
+    def put_back(self, snapshots: list[Snapshot]) -> None:
+        """The ring of an earlier process, but for the first one; without the oldest if it is smaller now."""
+        self._ring = snapshots[-self._size :]
+
+    def forget_after(self, step: int) -> None:
+        """The run went back to a state of that step by other means: newer snapshots led to the trouble."""
+        self._spare += [s.memory for s in self._ring if s.step > step]
+        self._ring = [s for s in self._ring if s.step <= step]
+        if self.first is not None and self.first.step > step:
+            self._spare.append(self.first.memory)
+            self.first = None

@@ -17,13 +17,13 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from ..core.files import sync
@@ -68,6 +68,12 @@ class CheckpointStore:
         found = [(STEP.match(path.name), path) for path in self.directory.iterdir() if not path.is_symlink()]
         numbered = [((int(match[1]), int(match[2] or 0)), path) for match, path in found if match and path.is_dir()]
         return [path for _, path in sorted(numbered)]
+
+    @staticmethod
+    def step_of(path: Path) -> int:
+        """The step in the name of a checkpoint; -1 if it is not one."""
+        match = STEP.match(path.name)
+        return -1 if match is None else int(match[1])
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
@@ -174,10 +180,13 @@ class CheckpointStore:
                 tensors |= _load_tensors(path / OTHERS)
         return Loaded(path, manifest, TrainState(tensors, rest))
 
-    def load_newest(self) -> Loaded | None:
-        """The newest that verifies; None if there is no checkpoint. Raises CheckpointError if none of them is usable."""
+    def load_newest(self, but: Collection[int] = ()) -> Loaded | None:
+        """The newest that verifies, and is not of one of the steps `but`; None if there is no such checkpoint. Raises CheckpointError
+        if none of them is usable."""
         passed_over: dict[str, str] = {}
         for path in self._newest_first():
+            if self.step_of(path) in but:
+                continue
             try:
                 loaded = self._load_candidate(path)
             except UnknownSchema as problem:
@@ -233,6 +242,10 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
         size = int.from_bytes(file.read(8), "little")
     if size > MAX_HEADER:
         raise Damaged(f"{path.name} has a header of {size} bytes, more than {MAX_HEADER}")
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:  # safetensors opens no other names
+        return load(path.read_bytes())
     return load_file(path)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._private.allocator import keep_freed_memory
+from ..core import containment
 from ..distributed.launch import record_failure
 from ..errors import ConfigError, NonFiniteError, SafetrainError
 from .flags import config_arguments
@@ -37,7 +38,9 @@ RESTARTS = "After a fault (a killed process, a hang, an error) go on from the ne
 @click.option("--restarts", metavar="N", type=click.IntRange(0), default=0, help=RESTARTS)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "json_lines", is_flag=True, help="Print the journal's lines instead of progress.")
-@click.option("--strict", is_flag=True, help="Exit with code 5 if there was any incident, even if it was survived.")
+@click.option(
+    "--strict", is_flag=True, help="Exit with code 5 after any incident, and raise what safetrain's own parts raise."
+)
 def command(
     loaded: LoadedConfig,
     out: str | None,
@@ -94,6 +97,7 @@ def train_and_report(config: Config, out: str | None, strict: bool, resume: bool
     """Train; returns the exit code, and says where an exception of the user's code came from."""
     # Exceptions are handled here and not by click, which would take an EOFError of a data set for Ctrl-D.
     progress = Progress()
+    containment.strict = containment.strict or strict
     try:
         result = progress.train(config, out, resume)
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -96,8 +97,18 @@ def program() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_streams()
     verbose = any(argument in ("-v", "--verbose") for argument in arguments)
     sys.exit(run(arguments, verbose))
+
+
+def _open_standard_streams() -> None:
+    """Where one was closed, the next file to be opened would get its number, and what libraries print would be written into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def run(arguments: list[str], verbose: bool = False) -> int:

@@ -177,6 +177,9 @@ class CheckpointConfig:
     """Copy the training state to memory every N committed steps, to roll back to; null: never."""
     snapshots: int = option(3, ge=1)
     """Copies kept, not counting the very first one; fewer if they would fill the machine's memory."""
+    save_snapshots: bool = True
+    """Write those copies next to a checkpoint, so that a resumed run can go back to where the uninterrupted one could. Each is written once
+    and takes the room of a checkpoint; only those of the newest checkpoint are kept. One process only."""
     trust_after: int = option(20, ge=0)
     """Committed steps without a refusal after which a copy is known to be good, and may be rolled back to."""
 

@@ -6,13 +6,15 @@ costs one call of `judge` for each guard, and one of each other method that it d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, overload
 
 from torch import Tensor, nn
 
-from ..core.verdict import COMMIT, Action, Decision, merge
+from ..core.containment import is_contained
+from ..core.verdict import COMMIT, Action, Decision, Verdict, merge
 from ..core.view import DeviceStep, FirstLoss, Limits, StepView, tightest
 from .base import REGISTRY, Guard
 
@@ -24,6 +26,8 @@ class GuardSet(MutableSequence[Guard]):
         self._model: nn.Module | None = None
         self._hooks = ExitStack()
         self._members: list[Guard] = []
+        self._broken: list[Guard] = []
+        """Those of ours that have raised."""
         self._set_members(list(guards))
 
     def _set_members(self, members: list[Guard]) -> None:
@@ -96,38 +100,88 @@ class GuardSet(MutableSequence[Guard]):
 
     def inspect(self, first: FirstLoss) -> None:
         for guard in self._members:
-            guard.inspect(first)
+            try:
+                guard.inspect(first)
+            except Exception as error:
+                self._go_on_without(guard, error, "inspect")
 
     def begin(self, step: int, num_refused: int) -> None:
-        for guard in self._begin:
-            guard.begin(step, num_refused)
+        for guard in list(self._begin):
+            try:
+                guard.begin(step, num_refused)
+            except Exception as error:
+                self._go_on_without(guard, error, "begin")
 
     def measure(self, step: DeviceStep) -> dict[str, Tensor]:
         signals: dict[str, Tensor] = {}
-        for guard in self._measure:
-            if measured := guard.measure(step):
+        for guard in list(self._measure):
+            try:
+                measured = guard.measure(step)
+            except Exception as error:
+                self._go_on_without(guard, error, "measure")
+                continue
+            if measured:
                 signals |= {f"{guard.name}.{name}": value for name, value in measured.items()}
         return signals
 
     def limits(self) -> Limits:
-        if len(self._limits) == 1:
-            return self._limits[0].limits()
-        return tightest([guard.limits() for guard in self._limits])
+        try:
+            if len(self._limits) == 1:
+                return self._limits[0].limits()
+            return tightest([guard.limits() for guard in self._limits])
+        except Exception:
+            return tightest([found for guard in list(self._limits) for found in self._limits_of(guard)])
+
+    def _limits_of(self, guard: Guard) -> list[Limits]:
+        try:
+            return [guard.limits()]
+        except Exception as error:
+            self._go_on_without(guard, error, "limits")
+            return []
 
     def judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged."""
-        answers = [guard.judge(view) for guard in self._members]
+        try:
+            answers = [] if self._broken else [guard.judge(view) for guard in self._members]
+        except Exception:
+            answers = []
+        if not answers:
+            answers = [self._answer_of(guard, view) for guard in self._members]
         if answers == self._commits:
             return self._unanimous
         return merge((guard.name, guard.checked(answer)) for guard, answer in zip(self._members, answers, strict=True))
+
+    def _answer_of(self, guard: Guard, view: StepView) -> Verdict:
+        """What a guard answers; if it is broken, nothing, but that a step with a number that is not finite is never applied."""
+        if guard not in self._broken:
+            try:
+                return guard.checked(guard.judge(view))
+            except Exception as error:
+                self._go_on_without(guard, error, "judge")
+        if math.isfinite(view.loss) and math.isfinite(view.grad_norm):
+            return COMMIT
+        evidence = {"signal": "loss", "value": view.loss}
+        return Verdict(Action.SKIP, reason=f"not finite, and the guard {guard.name} failed", evidence=evidence)
+
+    def _go_on_without(self, guard: Guard, error: Exception, method: str) -> None:
+        """Raise what a guard has raised, or report it and do not ask this guard to measure, learn or begin any more."""
+        if not is_contained(error, guard, f"the guard {guard.name}, in {method}", "the run goes on without it"):
+            raise error
+        self._broken.append(guard)
+        for asked in (self._begin, self._measure, self._limits, self._learn):
+            if guard in asked:
+                asked.remove(guard)
 
     def explain(self, view: StepView) -> bool:
         """Whether a guard knows why forward or backward raised."""
         return any(guard.explains(view) for guard in self._members)
 
     def learn(self, view: StepView, decision: Decision) -> None:
-        for guard in self._learn:
-            guard.learn(view, decision)
+        for guard in list(self._learn):
+            try:
+                guard.learn(view, decision)
+            except Exception as error:
+                self._go_on_without(guard, error, "learn")
 
 
 def _answering(guards: Sequence[Guard], method: str) -> list[Guard]:

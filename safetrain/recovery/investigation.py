@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..config.schema import ForensicsConfig
 from ..core.causes import CAUSES, UNKNOWN
+from ..core.containment import is_contained
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Origin
 from ..core.result import FitResult
@@ -59,10 +60,26 @@ class Investigator:
             incident.cause.explanation = "the step was read too late to replay it (loop.host_read_every)"
         elif self._config.enabled:
             alone = step.exchange.replays_alone(step.model)
-            diagnosis = self._diagnose(case) if alone else lockstep.locate(step, case)
+            diagnosis = self._contained(case) if alone else lockstep.locate(step, case)
         diagnosis = attribute(case, step, diagnosis)
         if diagnosis is not None:
             self._note(case, diagnosis)
+
+    def _contained(self, case: RefusedStep) -> Diagnosis | None:
+        step = self._step
+        try:
+            return self._diagnose(case)
+        except Exception as error:
+            what = f"the investigation of step {case.view.step}"
+            if step.exchange.world_size > 1 or not is_contained(
+                error, self, what, "the step is recovered from without it"
+            ):
+                raise
+            step.transaction.restore()
+            step.clear_gradients()
+            step.transaction.expect_weights()
+            case.incident.cause.explanation = f"the investigation itself failed ({type(error).__name__}: {error})"
+            return None
 
     def _diagnose(self, case: RefusedStep) -> Diagnosis:
         step = self._step

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.schema import RecoveryConfig
 from ..config.targets import import_target
+from ..core.containment import is_contained
 from ..core.spelling import suggest
 from ..core.verdict import Action
 from ..errors import ConfigError
@@ -37,7 +38,7 @@ class Ladder:
             if self._num_spent(rung, case.view.step) >= budget:
                 notes.append(f"{rung.name}: its budget of {budget} is spent")
                 continue
-            outcome = rung.climb(case, repairs)
+            outcome = self._climbed(rung, case, repairs)
             if isinstance(outcome, Resolution) or rung.failures_count:
                 self.spent.setdefault(rung.budget_name, []).append(case.view.step)
             if isinstance(outcome, Resolution):
@@ -45,6 +46,18 @@ class Ladder:
                 return self._bounded(replace(outcome, reasons=reasons), case.view.step)
             notes.append(f"{rung.name}: {outcome}")
         return Resolution(Action.STOP, [*notes, "recovery: nothing is left to try"])
+
+    def _climbed(self, rung: Rung, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        """What a rung made of it. One that is broken is passed over, with the step undone as before it."""
+        try:
+            return rung.climb(case, repairs)
+        except Exception as error:
+            if not repairs.runs_alone or not is_contained(
+                error, rung, f"the rung {rung.name}", "the next one is tried"
+            ):
+                raise
+            repairs.undo()
+            return f"it failed ({type(error).__name__}: {error})"
 
     def _bounded(self, outcome: Resolution, step: int) -> Resolution:
         """Refusals are bounded, and nothing bad is accepted when the budget is spent."""

@@ -120,6 +120,16 @@ class Repairs:
         step.undo(case.view.loss_scale)
         return names if names and self.try_again(case, case.window) else []
 
+    @property
+    def runs_alone(self) -> bool:
+        """No other rank would wait for what this one does not do."""
+        return self._step.exchange.world_size == 1
+
+    def undo(self) -> None:
+        """The step as if it had never been tried again."""
+        self._step.transaction.restore()
+        self._step.clear_gradients()
+
     # ---- data or state? ----------------------------------------------------------------------------------------
 
     def has_good_batch(self) -> bool:

@@ -10,7 +10,7 @@ from ..config.schema import Config, Target
 from ..config.targets import instantiate
 from ..core.rundir import JOURNAL
 from ..errors import ConfigError
-from .journal import Journal, JournalFile
+from .journal import Journal, JournalFile, JournalLines
 from .sink import ResumePoint, Sink, StepRecord, Telemetry
 from .vitals import Vitals
 
@@ -46,10 +46,10 @@ def _outside_sink(node: Target) -> Sink:
 
 def _console(config: Config) -> list[Sink]:
     mode = config.logging.console
-    if mode == "json":
-        return [Journal(sys.stdout, close=False)]
-    if mode == "off":
+    if mode == "off" or sys.stdout is None:  # it was closed before the program began
         return []
+    if mode == "json":
+        return [JournalLines(sys.stdout, close=False)]
     from .console import Console, is_watched
 
     if mode == "auto" and is_watched():

@@ -38,11 +38,13 @@ def open_output(is_terminal: bool) -> RichConsole:
 
 def is_watched() -> bool:
     """Standard output is a terminal that can draw."""
-    return sys.stdout.isatty() and not RichConsole().is_dumb_terminal
+    return sys.stdout is not None and sys.stdout.isatty() and not RichConsole().is_dumb_terminal
 
 
 class Console(Sink):
     """One line per `loop.log_every` steps (None: no such lines), and everything else as it happens."""
+
+    writes_to_output = True
 
     def __init__(self, log_every: int | None, is_terminal: bool = False) -> None:
         self._out = open_output(is_terminal)

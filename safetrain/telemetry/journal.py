@@ -135,6 +135,12 @@ class Journal(Sink):
             self._stream.close()
 
 
+class JournalLines(Journal):
+    """The same lines on standard output."""
+
+    writes_to_output = True
+
+
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 

@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ..core.containment import is_contained
 from ..core.incident import Incident
 from ..core.protocols import check_protocol, methods_of
 from ..core.result import FitResult
 from ..core.verdict import Decision
 from ..core.view import StepView
 from ..distributed.activity import Activity
+from ..errors import SafetrainError
 from .vitals import Vitals
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ class Sink:
     Called in the first process only, one method at a time, from the thread that trains. `close` is called last, however the
     run ends.
     """
+
+    writes_to_output: ClassVar[bool] = False
+    """To standard output: if that fails, nothing else is written there either."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,14 +249,28 @@ class Telemetry:
         except Exception as error:
             if sink in self._outside:
                 self._report(sink, what, error)
-            elif isinstance(
-                error, BrokenPipeError
-            ):  # the reader of the output has closed it: no reason to stop training
-                if sink in self.sinks:
-                    self.sinks.remove(sink)
-                _silence_output()
+            elif isinstance(error, (OSError, UnicodeError)) and not isinstance(error, SafetrainError):
+                self._drop(sink, what, error)
+            elif is_contained(error, sink, f"the sink {type(sink).__name__}, in {what}", "the run goes on without it"):
+                self._drop(sink, what, None)
             else:
                 raise
+
+    def _drop(self, sink: Sink, what: str, error: Exception | None) -> None:
+        """Nothing that is only told about the run may end it: a closed or full output, a path that is not UTF-8."""
+        if sink in self.sinks:
+            self.sinks.remove(sink)
+        if sink.writes_to_output:
+            _silence_output()
+        if error is None or isinstance(
+            error, BrokenPipeError
+        ):  # whoever read the output has closed it: no reason to say more
+            return
+        text = f"{type(sink).__name__} is given up, in {what}: {type(error).__name__}: {error}"
+        logging.getLogger("safetrain").warning("%s", text)
+        if what not in ("finished", "close"):
+            for other in [each for each in self.sinks if each is not sink]:
+                self._send_to(other, "noted", text)
 
     def _report(self, sink: Sink, what: str, error: Exception) -> None:
         """Its first error only: a server that cannot be reached would fill the log, and may be there again later."""

@@ -44,7 +44,7 @@ class TensorBoard(Sink):
             self._forget_after(resume.step)
         self._add(self._summary.custom_scalars({name: _charts(charts) for name, charts in LAYOUT.items()}))
         for name, text in texts.items():
-            self._add(self._summary.text(name, text), 0)
+            self._add_text(name, text, 0)
 
     def _write(self, action: Callable[..., None], *arguments: Any) -> None:
         """A full disk costs the curves, not the run."""
@@ -58,6 +58,10 @@ class TensorBoard(Sink):
 
     def _add(self, content: Any, step: int | None = None) -> None:
         self._write(self._file.add_summary, content, step)
+
+    def _add_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Also text that is no UTF-8, as a path can be."""
+        self._add(self._summary.text(name, text.encode("utf-8", "backslashreplace").decode()), step)
 
     def _forget_after(self, step: int) -> None:
         """What is written from there on replaces what an earlier process wrote."""
@@ -86,10 +90,10 @@ class TensorBoard(Sink):
         self._scalars(step_scalars(record, vitals), record.view.step)
 
     def incident(self, incident: Incident) -> None:
-        self._add(self._summary.text("health/incidents", markdown(incident)), incident.step)
+        self._add_text("health/incidents", markdown(incident), incident.step)
 
     def noted(self, text: str) -> None:
-        self._add(self._summary.text("health/notes", text.replace("<", "&lt;")))
+        self._add_text("health/notes", text.replace("<", "&lt;"))
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._scalars(eval_scalars(metrics), int(metrics["step"]))
@@ -124,7 +128,7 @@ class TensorBoard(Sink):
         if result.best is not None:
             final |= {f"run/best_{name}": v for name, v in result.best.items() if name != "step"}
         self._scalars(final, result.attempted)
-        self._add(self._summary.text("health/summary", _summary_text(result)), result.attempted)
+        self._add_text("health/summary", _summary_text(result), result.attempted)
         if not self._failed and (status := _session_status(result.status)) is not None:
             self._write(self._write_end, status)
 

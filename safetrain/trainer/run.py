@@ -25,6 +25,7 @@ from ..config import load_config, to_yaml
 from ..config.private import private_notes, read_digests
 from ..config.schema import Config
 from ..core import endings, ownership
+from ..core.containment import reported_to
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Outcome, Trigger
 from ..core.result import FitResult
@@ -286,7 +287,7 @@ class Run:
         self.result.status = "error"
         try:
             noted = signals_noted(self.config.loop.end_on_signals, self._asked_to_end)
-            with noted if notes_signals else nullcontext():
+            with reported_to(self.telemetry.noted), noted if notes_signals else nullcontext():
                 yield
             if self.result.status == "error":
                 self.result.status, self.result.stop_reason = "done", self.stop_reason
