@@ -29,7 +29,7 @@ PRECISION = {"32-true": "fp32", "64-true": "fp32", "16-mixed": "fp16", "bf16-mix
 SILENCED = ("log", "log_dict", "print")
 
 
-class SafetrainCallback(Callback):
+class SafetrainCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Judges every update of a Lightning Trainer before it is applied. Arguments as for `safetrain.watch`.
 
     The loss of a replay is `training_step` of the LightningModule, without its logging. Incidents are in `run_dir` (by default

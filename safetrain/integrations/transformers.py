@@ -34,7 +34,7 @@ STATE = "safetrain.pt"
 NUM_ITEMS = "num_items_in_batch"
 
 
-class SafetrainCallback(TrainerCallback):
+class SafetrainCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Judges every update of a Trainer before it is applied. Arguments as for `safetrain.watch`.
 
     The loss of a replay is the trainer's own `compute_loss`. Incidents are in `run_dir` (by default below `runs/`), and counted

@@ -9,7 +9,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -262,8 +262,8 @@ class Run:
 
     def view_between_steps(self, epoch: int) -> StepView:
         """Of the step decided last."""
-        history = self.history.view_fields()
-        return StepView(max(self.step - 1, 0), self.result.final_loss, math.nan, epoch=epoch, **history)
+        fields = {"epoch": epoch, **self.history.view_fields()}
+        return StepView(max(self.step - 1, 0), self.result.final_loss, math.nan, **fields)
 
     def note_unlogged(self, names: list[str], where: str = "training_step") -> None:
         """Say once what a step returned that is no metric; empties the list."""
@@ -286,8 +286,8 @@ class Run:
         """Whatever ends the run inside, its summary is written and its files are closed."""
         self.result.status = "error"
         try:
-            noted = signals_noted(self.config.loop.end_on_signals, self._asked_to_end)
-            with reported_to(self.telemetry.noted), noted if notes_signals else nullcontext():
+            signals = self.config.loop.end_on_signals if notes_signals else None
+            with reported_to(self.telemetry.noted), signals_noted(signals, self._asked_to_end):
                 yield
             if self.result.status == "error":
                 self.result.status, self.result.stop_reason = "done", self.stop_reason
@@ -310,9 +310,8 @@ class Run:
             self._release()
 
     def _asked_to_end(self, signum: int) -> None:
-        if self.signal is None and self.rank == 0 and self.config.logging.console != "off":
-            acknowledge(signum)
-        self.signal = signum if self.signal is None else self.signal
+        is_shown = self.rank == 0 and self.config.logging.console != "off"
+        self.signal = self.signal or acknowledge(signum, is_shown)
 
     def stepped(self, view: StepView, decision: Decision, outcome: str) -> None:
         """Note one decided step: `outcome` is the action taken, or `overflow`."""

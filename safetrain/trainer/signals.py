@@ -15,12 +15,12 @@ INSISTENT = ("SIGINT", "SIGTERM")
 
 
 @contextmanager
-def signals_noted(names: Iterable[str], note: Callable[[int], None]) -> Iterator[None]:
+def signals_noted(names: Iterable[str] | None, note: Callable[[int], None]) -> Iterator[None]:
     """Inside, the first signal of each kind only calls `note`; a second SIGINT or SIGTERM ends the process at once.
 
-    SIGINT and SIGTERM are always among them. Of the others, those that the program handles or ignores itself (`nohup`) are left alone.
+    SIGINT and SIGTERM are always among them (None: no signal is). Of the others, those that the program handles or ignores itself (`nohup`) are left alone.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if names is None or threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
     before: dict[int, Any] = {}
@@ -45,9 +45,12 @@ def signals_noted(names: Iterable[str], note: Callable[[int], None]) -> Iterator
             signal.signal(number, handler)
 
 
-def acknowledge(signum: int) -> None:
-    """Tell the person who waits. Not through the console, which may be in the middle of a line."""
+def acknowledge(signum: int, is_shown: bool) -> int:
+    """Show the person who waits that the signal has arrived; returns it. Not through the console, which may be in the middle of a line."""
+    if not is_shown:
+        return signum
     name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
     text = f"\n{name}: the step is finished and the state saved, then the run ends; once more ends it at once\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
+    return signum
