@@ -1,6 +1,6 @@
 """The snapshots of a run on disk, so that a resumed run can go back to where the uninterrupted one could.
 
-    checkpoints/snapshots/step-00000450/   a snapshot, in the form of a checkpoint
+    snapshots/step-00000450/   a snapshot, in the form of a checkpoint
 
 They belong to the newest checkpoint, which lists them. A snapshot of the very moment of a checkpoint is that checkpoint, linked or
 named; each other one is written once, with the first checkpoint that needs it, and deleted with the last.
@@ -30,8 +30,8 @@ Moment = tuple[int, ...]
 
 
 class KeptSnapshots:
-    def __init__(self, checkpoints: Path, warn: Callable[[str], None]) -> None:
-        self._store, self._warn = CheckpointStore(checkpoints / DIRECTORY), warn
+    def __init__(self, run_dir: Path, warn: Callable[[str], None]) -> None:
+        self._store, self._warn = CheckpointStore(run_dir / DIRECTORY), warn
         self._taken: dict[int, Moment] = {}
         """When the snapshots were taken, by their step."""
         self._saved: dict[Moment, Path] = {}

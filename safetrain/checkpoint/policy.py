@@ -82,7 +82,7 @@ class CheckpointPolicy:
             self._saver = Saver(self._store, self._config.async_, self._published, tidy)
         self._kept_snapshots: KeptSnapshots | None = None
         if self._config.enabled and self._config.save_snapshots and num_processes() == 1:
-            self._kept_snapshots = KeptSnapshots(self._store.directory, run.warn)
+            self._kept_snapshots = KeptSnapshots(run.shared_dir, run.warn)
         self._ring: list[dict[str, Any]] = []
         """What the checkpoint that was saved last says of the snapshots."""
         self._used: set[int] = set()

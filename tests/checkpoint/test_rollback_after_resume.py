@@ -97,7 +97,7 @@ def test_only_the_snapshots_of_the_newest_checkpoint_stay_and_twins_take_no_room
     make_trainer: Make, tmp_path: Path
 ) -> None:
     train(make_trainer, tmp_path / "run", (), every_steps=4)
-    kept = CheckpointStore(tmp_path / "run" / "checkpoints" / "snapshots").paths()
+    kept = CheckpointStore(tmp_path / "run" / "snapshots").paths()
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").load_newest()
     assert newest is not None
     listed = {
@@ -126,6 +126,6 @@ def test_a_missing_snapshot_is_said(make_trainer: Make, tmp_path: Path) -> None:
     paused.pause_at = 9
     with pytest.raises(Interrupted):
         paused.fit()
-    shutil.rmtree(run_dir / "checkpoints" / "snapshots")
+    shutil.rmtree(run_dir / "snapshots")
     make_trainer(train_data=data(), run_dir=run_dir, config=sections).fit(resume=True)
     assert "snapshots from before this resume are missing" in (run_dir / "journal.jsonl").read_text()
