@@ -138,12 +138,11 @@ class LoopGuard:
             exchange=Exchange() if machine.link is None else HostedExchange(machine),
             called=self.called,
         )
+        self._step.schedule.is_ours = False
         if self.recorder is not None:
             self._step.blind_spot = self.recorder.blind_spot
         self._stream = BatchStream(settings.LoopData(), device)
         self.ladder = Ladder(self.config.recovery)
-        if machine.link is not None:  # what is tried on one rank alone would not be the step of all
-            self._restrict({"skip", "rollback", "disk", "restart"})
         self._stack = ExitStack()
         self._session = self._opened(run_dir, machine.rank)
         self._turn = Turn(self, self._step, arithmetic, self._session)
@@ -191,10 +190,20 @@ class LoopGuard:
         self._check_open()
         return self._turn.on(batches)
 
-    @property
-    def turn(self) -> Turn:
-        """The step that the loop is making, for loops that have no place for a `with`."""
-        return self._turn
+    def begin(self, *batches: Any) -> None:
+        """As entering `with guard.step(batch):`, for a loop that is not to be indented. A block that was not ended (by a `continue`, say)
+        ends here."""
+        self._check_open()
+        self._turn.leave()
+        self._turn.enter(batches)
+
+    def end(self) -> None:
+        """As leaving it. What the code in between raises is raised; with a `with` it may be a refused step."""
+        self._turn.leave()
+
+    def is_refused(self, error: BaseException) -> bool:
+        """Whether what the code after `begin` raised is a refused step, which is then dealt with: the rest of the step has no effect."""
+        return self._turn.raised(error)
 
     def run(self, batch: Any, loss_fn: LossFn | None = None) -> float:
         """Forward, backward, judge and commit one step on this batch, as SafeTrainer does; returns its loss.
@@ -307,9 +316,9 @@ class LoopGuard:
 
     def close(self) -> None:
         """Write the summary and let go of the optimizer. The loop may go on, unwatched."""
-        self.end(None)
+        self.ended(None)
 
-    def end(self, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None) -> None:
         """As `close`, after an error of the loop if there was one."""
         if self.closed:
             return
@@ -334,7 +343,7 @@ class LoopGuard:
     def ended_by(self, error: BaseException) -> None:
         """A step has raised: a stop ends the run, other errors may be caught by the loop."""
         if isinstance(error, TrainingStopped):
-            self.end(error)
+            self.ended(error)
 
     def __enter__(self) -> LoopGuard:
         return self
@@ -342,7 +351,7 @@ class LoopGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(error)
+        self.ended(error)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -350,7 +359,7 @@ class LoopGuard:
                 "this guard is closed: its run has ended.\nTo fix: make a new one with watch() to train on."
             )
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Before the first step: the state to go back to."""
         if not self._has_begun:
             self._has_begun = True
@@ -374,4 +383,4 @@ def _close_all() -> None:
     """A loop that forgets to close its guard still gets its summary; one that raised, with that."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for guard in list(_open_guards):
-        guard.end(error)
+        guard.ended(error)

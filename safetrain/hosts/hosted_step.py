@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from ..step.exchange import AttemptWatch
 from ..step.joint import JointExchange
 from ..step.measurement import Measurement
 from ..step.step import Step
+from ..tensors.sharded import is_sharded
 
 
 class HostedPrecision(Precision):
@@ -89,6 +91,7 @@ class HostedPrecision(Precision):
 
 
 class HostedStep(Step):
+    _precision: HostedPrecision
     drives = False
     """The whole step is ours (`guard.run`): schedule and gradients are moved and cleared by us too."""
     sums_losses = False
@@ -96,10 +99,29 @@ class HostedStep(Step):
     moving: Callable[[], object] | None = None
     """What the loop has asked for, to be done when the step commits: its own `optimizer.step()`, or that of its scaler."""
 
+    def __init__(self, *args: Any, precision: HostedPrecision, **kwargs: Any) -> None:
+        self._precision = precision
+        super().__init__(*args, precision=precision, **kwargs)
+
     def attempt(
         self, window: Sequence[Any], watch: AttemptWatch | None = None, divisor: int | None = None
     ) -> Measurement:
         return super().attempt(window, watch, 1 if self.sums_losses and divisor is None else divisor)
+
+    def to_replay(self) -> tuple[nn.Module, Optimizer | None]:
+        # A remedy that tries another precision makes torch forget the hooks by which the loop's DDP learns of a gradient.
+        return super().to_replay() if self.exchange.world_size == 1 else (copy.deepcopy(self.model), None)
+
+    def measure(
+        self, window: Sequence[Any], losses: Sequence[Tensor], metrics: Sequence[dict[str, Any]]
+    ) -> Measurement:
+        if self._precision.is_ours and self.exchange.world_size > 1 and not is_sharded(self.model):
+            for parameter in self.parameters:  # of a repair: the loop's own wrapper has not seen its backward
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad.div_(self.exchange.world_size))
+        return super().measure(window, losses, metrics)
 
     def move(self) -> None:
         if self.moving is not None:

@@ -107,7 +107,7 @@ class Turn:
                 "To fix: with guard.step(batch): …"
             )
         with self._ends_with_an_error():
-            self._guard.begin()
+            self._guard.prepare()
             self._begin_block(list(batches))
         self._is_inside = True
         self._inside.enter_context(self._step.patches.scope)

@@ -25,7 +25,7 @@ def whole_step(guard: LoopGuard, turn: Turn, step: HostedStep, session: Session,
             "To fix: let the loop run its own forward and backward: with guard.step(batch): …"
         )
     try:
-        guard.begin()
+        guard.prepare()
         with turn.ours():
             step.drives = True
             try:

@@ -78,12 +78,12 @@ class SafetrainCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.guard is not None:
             self._batch_index = batch_idx
-            self.guard.turn.enter([batch])
+            self.guard.begin(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.guard is None:
             return
-        self.guard.turn.leave()
+        self.guard.end()
         result = self.guard.result
         if result.incidents:
             counts = {"incidents": len(result.incidents), "skipped": result.skipped, "rollbacks": result.rollbacks}
@@ -95,7 +95,7 @@ class SafetrainCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.guard is not None:
-            self.guard.end(exception)
+            self.guard.ended(exception)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.guard is None else self.guard.state_dict()

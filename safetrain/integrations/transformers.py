@@ -94,16 +94,15 @@ class SafetrainCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _training_step(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.guard is not None
-        turn = self.guard.turn
         num_items = args[0] if args else kwargs.get(NUM_ITEMS)
         batch = self._trainer._prepare_inputs(inputs)  # noqa: SLF001  as the trainer itself does first
-        turn.enter([{**batch, NUM_ITEMS: num_items} if num_items is not None else dict(batch)])
+        self.guard.begin({**batch, NUM_ITEMS: num_items} if num_items is not None else dict(batch))
         try:
             return original(model, inputs, *args, **kwargs)
         except BaseException as error:
-            if turn.raised(error):
+            if self.guard.is_refused(error):
                 return torch.zeros((), device=self._trainer.args.device)
-            self.guard.end(error)
+            self.guard.ended(error)
             raise
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -121,7 +120,7 @@ class SafetrainCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _leave(self) -> None:
         if self.guard is not None:
-            self.guard.turn.leave()
+            self.guard.end()
 
     def _resume(self, args: Any, state: Any) -> None:
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE

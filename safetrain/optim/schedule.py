@@ -54,6 +54,9 @@ class Schedule:
     `ReduceLROnPlateau` is stepped by `step_with_metric` instead, once per evaluation.
     """
 
+    is_ours = True
+    """It is stepped here, once per committed step; a loop that is not ours steps it whenever it wants."""
+
     def __init__(self, optimizer: Optimizer, scheduler: Any = None, every: str = "step") -> None:
         if every not in INTERVALS:
             raise UsageError(f"a scheduler is stepped every {' or '.join(INTERVALS)}, not every {every!r}.")

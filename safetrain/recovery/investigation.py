@@ -83,11 +83,12 @@ class Investigator:
 
     def _diagnose(self, case: RefusedStep) -> Diagnosis:
         step = self._step
+        model, optimizer = step.to_replay()
         replayed = Replayed(
-            step.called,
+            model,
             step.training_step,
             case.window,
-            step.optimizer,
+            optimizer,
             step.precision.name,
             case.view.loss_scale,
             case.random_state,

@@ -125,6 +125,10 @@ class Step:
     def nonfinite_by_design(self) -> set[str]:
         return self.transaction.nonfinite_by_design
 
+    def to_replay(self) -> tuple[nn.Module, Optimizer | None]:
+        """What forensics runs the step on; everything comes back as it was."""
+        return self.called, self.optimizer
+
     def bad_state(self) -> dict[str, str]:
         """Names of the non-finite parameters, optimizer state and buffers. Reads everything to the host."""
         return self.audit.bad_state()

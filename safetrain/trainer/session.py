@@ -255,7 +255,7 @@ def open_session(
 
 
 def _about_schedule(config: Config, step: Step, stream: BatchStream, run: Run) -> list[str]:
-    if run.resumed is not None or step.schedule.scheduler is None:
+    if run.resumed is not None or step.schedule.scheduler is None or not step.schedule.is_ours:
         return []
     found = doubt(step.schedule, total_steps(config, stream), total_epochs(config, stream))
     return [] if found is None else [f"{found.reason}. To fix: {found.fix}."]
