@@ -317,6 +317,11 @@ class CheckpointPolicy:
             self._run.warn(f"no snapshot was taken at step {self._run.step}, the state is suspicious: {what}")
         return None
 
+    def renew_first(self) -> None:
+        """The state now is the one that training begins with."""
+        self.snapshots.forget()
+        self._take_snapshot()
+
     def _fit_into_memory(self, num_bytes: int) -> None:
         try:
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -140,6 +140,11 @@ class SnapshotRing:
             if snapshot is not None and not snapshot.trusted:
                 snapshot.num_healthy = 0
 
+    def forget(self) -> None:
+        """All snapshots, the first one included."""
+        self._spare += [snapshot.memory for snapshot in self._ring]
+        self.first, self._ring = None, []
+
     def pick(self, restart: bool = False) -> Snapshot | None:
         """The snapshot to roll back to, and forget all newer ones: they led to the trouble.
 

@@ -104,7 +104,7 @@ class LoopConfig:
 
 
 HEAL = ("samples", "island", "patch")
-LADDER = ("retry", "samples", "micro_batch", "island", "patch", "skip", "rollback", "disk", "restart")
+LADDER = ("retry", "samples", "micro_batch", "island", "patch", "skip", "reinitialise", "rollback", "disk", "restart")
 
 
 @dataclass

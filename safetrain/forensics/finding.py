@@ -71,6 +71,8 @@ class Finding:
     raised_by_samples: bool = False
     """It raises with some samples only."""
     notes: list[str] = field(default_factory=list)
+    fused_form: str | None = None
+    """Names of functions that compute this and what follows in one piece, seen to keep the step finite."""
     cause_label: str = "unknown"
     """Once it was judged."""
 

@@ -21,12 +21,15 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     where = f" at {finding.place.file.rpartition('/')[2]}:{finding.place.line}" if finding.place else ""
     safe = _SAFE.get(finding.name or "")
     text = f"{known.advice}{where}"
-    if safe is not None and finding.phase in ("forward", "backward") and finding.place is not None:
+    if finding.fused_form is not None:
+        text += f": compute it in one piece, by torch.nn.functional {finding.fused_form} of what is under it"
+    elif safe is not None and finding.phase in ("forward", "backward") and finding.place is not None:
         text += f": use {safe.replace('safe.', 'safetrain.safe.')} there"
     if zero := finding.zero_parameters:
         its = "its initialisation" if len(zero) == 1 else "their initialisation"
         text += f". {' and '.join(zero[:3])} {'is' if len(zero) == 1 else 'are'} 0 throughout: change {its}"
     worked = sorted(
-        (r for r in remedies if r.finite), key=lambda r: (r.name not in known.shown_by, r.name != "safe_op")
+        (r for r in remedies if r.finite),
+        key=lambda r: (r.name not in known.shown_by, r.name not in ("fused_form", "safe_op")),
     )
     return f"{text}. Verified: {worked[0].detail}, the step is finite." if worked else f"{text}."

@@ -80,6 +80,7 @@ class Patches:
                 "line": patch.place.line,
                 "code": patch.place.text,
                 "operations": None if patch.names is None else sorted(patch.names),
+                "is_fused": patch.is_fused,
                 "num_uses": active.variant.num_hits,
                 "fix": active.fix,
             }
@@ -105,7 +106,9 @@ class Patches:
             file, line, names = entry["file"], entry["line"], entry["operations"]
             source = source_of_file(file)
             patch = Patch(
-                Place(file, line, entry["code"], entry["function"]), None if names is None else frozenset(names)
+                Place(file, line, entry["code"], entry["function"]),
+                None if names is None else frozenset(names),
+                entry.get("is_fused", False),
             )
             if not 0 < line <= len(source) or source[line - 1].strip() != entry["code"]:
                 logging.getLogger("safetrain").warning("%s has changed, its patch is no longer in", _described(patch))
@@ -114,5 +117,7 @@ class Patches:
 
 
 def _described(patch: Patch) -> str:
+    if patch.is_fused:
+        return f"what is computed at {patch.place.file}:{patch.place.line}, in one piece with what follows,"
     names = "what is unsafe" if patch.names is None else ", ".join(sorted(patch.names))
     return f"{names} at {patch.place.file}:{patch.place.line}"

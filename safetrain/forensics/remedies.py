@@ -149,9 +149,26 @@ def repair_state(trials: Trials) -> Iterator[Remedy]:
             yield trials.replay("repair_state", detail, _repaired(trials.models, whole=True))
 
 
+def fused_form(trials: Trials) -> Iterator[Remedy]:
+    """The same function in one piece: log_softmax for the log of a softmax. Its gradient is right where the parts' is cut off."""
+    finding = trials.finding
+    if finding.place is None or finding.event is None or finding.phase == "optimizer":
+        return
+    variant = SafeVariant(finding.place, None, is_fused=True)
+    remedy = trials.replay("fused_form", "", variant)
+    if variant.num_hits:
+        forms = " and ".join(variant.forms)
+        where = f"{finding.place.file.rpartition('/')[2]}:{finding.place.line}"
+        remedy.detail = f"with what {finding.name} at {where} is part of computed by {forms}"
+        yield remedy
+        if remedy.finite:
+            finding.fused_form = forms
+            trials.patch = Patch(finding.place, None, is_fused=True)
+
+
 def safe_op(trials: Trials) -> Iterator[Remedy]:
     finding = trials.finding
-    if finding.place is None or finding.event is None:
+    if finding.place is None or finding.event is None or finding.fused_form is not None:
         return
     name = finding.name or ""
     # First only the op that was blamed; then all of the line, when it has several that go wrong in the same place.
@@ -291,6 +308,7 @@ REMEDIES: list[Callable[[Trials], Iterator[Remedy]]] = [
     drop_samples,
     clean_input,
     repair_state,
+    fused_form,
     safe_op,
     finite_backward,
     larger_eps,

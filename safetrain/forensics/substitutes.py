@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import logspace
 from .api_names import api_name
 from .backward_functions import SUFFIX, FiniteBackward
 from .frames import Place, is_user
@@ -41,6 +42,12 @@ def _floored(tensor: Tensor) -> Tensor:
     return tensor.clamp_min(_eps(tensor))
 
 
+def _floored_with_gradient(tensor: Tensor) -> Tensor:
+    """The derivative goes on below the floor: a value that is too small is pushed up, not given up."""
+    eps = _eps(tensor)
+    return torch.where(tensor < eps, eps + (tensor - tensor.detach()).nan_to_num(), tensor)
+
+
 def _away_from_zero(tensor: Tensor) -> Tensor:
     eps = _eps(tensor)
     return torch.where(tensor.abs() < eps, torch.full_like(tensor, eps), tensor)
@@ -62,7 +69,8 @@ def _with_separated_spectrum(x: Tensor) -> Tensor:
 
 
 _FIRST_ARGUMENT: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("log log2 log10 sqrt rsqrt poisson_nll_loss lgamma digamma", _floored),
+    ("log log2 log10", _floored_with_gradient),
+    ("sqrt rsqrt poisson_nll_loss lgamma digamma", _floored),
     ("log1p", lambda x: x.clamp_min(-1 + _eps(x))),
     ("reciprocal", _away_from_zero),
     ("exp exp2 expm1 sinh cosh", lambda x: x.clamp(max=10.0 if x.dtype == torch.float16 else 30.0)),
@@ -157,31 +165,58 @@ class Patch:
 
     place: Place
     names: frozenset[str] | None
+    is_fused: bool = False
+    """Computed from the logarithms of its operands, see `logspace`."""
 
     def active(self) -> SafeVariant | FiniteBackward:
         """A context manager that puts the safe variants in; `num_hits` counts the calls that used them."""
         if self.names is not None and len(self.names) == 1 and (name := next(iter(self.names))).endswith(SUFFIX):
             return FiniteBackward(name)
-        return SafeVariant(self.place, self.names)
+        return SafeVariant(self.place, self.names, self.is_fused)
 
 
 class SafeVariant(TorchFunctionMode):
-    """While active, calls of these names from this line use their safe variant. `num_hits` counts them."""
+    """While active, calls of these names from this line use their safe variant. `num_hits` counts them.
 
-    def __init__(self, place: Place, names: Set[str] | None = None) -> None:
+    `is_fused`: calls at this line, and those that use what it has computed, are computed from logarithms where these are known.
+    """
+
+    def __init__(self, place: Place, names: Set[str] | None = None, is_fused: bool = False) -> None:
         super().__init__()
         self._place = place
         self._names = names
+        self._is_fused = is_fused
         self.num_hits = 0
+        self.forms: list[str] = []
+        """The fused forms that were used."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = api_name(func)
+        if self._is_fused:
+            return self._from_logarithms(name or "", func, args, kwargs)
         safe = SUBSTITUTES.get(name or "")
         if safe is None or (self._names is not None and name not in self._names) or not self._is_here():
             return func(*args, **kwargs)
         self.num_hits += 1
         return safe(func, *args, **kwargs)
+
+    def _from_logarithms(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        called = getattr(func, "__name__", "")
+        if called.startswith("__i") or (called.endswith("_") and not called.endswith("__")):  # in place
+            logspace.forget(args[0] if args else None)
+            return func(*args, **kwargs)
+        is_here = name in logspace.FOLLOWED and self._is_here()
+        known = [found for found in map(logspace.of, args) if found is not None]
+        if known and (is_here or any(found.at_place for found in known)):
+            if (found := logspace.fused(name, func, args, kwargs)) is not None:
+                result, form = found
+                self.num_hits += 1
+                if form not in self.forms:
+                    self.forms.append(form)
+                return logspace.remember(result, logspace.of_result(name, func, args, kwargs, is_here))
+        logarithm = logspace.of_result(name, func, args, kwargs, is_here) if name in logspace.FOLLOWED else None
+        return logspace.remember(func(*args, **kwargs), logarithm)
 
     def _is_here(self) -> bool:
         frame: FrameType | None = sys._getframe(2)

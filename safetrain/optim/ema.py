@@ -35,6 +35,12 @@ class Ema:
         for average, weight in zip(averages, current, strict=True):
             average.lerp_(weight, share.to(average.dtype))
 
+    @torch.no_grad()
+    def start_again(self) -> None:
+        """With the weights as they are now."""
+        for average, weight in zip(*self._values(), strict=True):
+            average.copy_(weight)
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model computes with the average inside, with its own weights again afterwards."""

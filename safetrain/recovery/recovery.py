@@ -100,6 +100,9 @@ class Recovery:
     def _open(self, case: RefusedStep) -> RefusedStep:
         case.num_committed = self._run.result.steps
         case.nothing_learned = self.repairs.last_good.nothing_learned
+        case.hardly_learned = self.repairs.last_good.hardly_learned
+        earlier = [i.cause.label for i in self._run.result.incidents if i.decision.action == "rollback"]
+        case.num_equal = earlier.count(case.incident.cause.label)
         case.may_restart = self.ladder.may_climb("restart", case.view.step)
         return case
 

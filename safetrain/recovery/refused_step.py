@@ -40,6 +40,12 @@ class RefusedStep:
     """Training may be started again from the beginning."""
     nothing_learned: bool = False
     """No committed step had a lower loss than the first one."""
+    hardly_learned: bool = False
+    """The losses are still about what they were at first, and were never far below."""
+    num_equal: int = 0
+    """Incidents before it that had the same cause."""
+    was_reinitialised: bool = False
+    """Some layers have new weights, so that the learning rate need not be lowered."""
     diagnosis: Diagnosis | None = None
     """What the investigation found; None if there was none."""
     local_blame: LocalBlame | None = None
@@ -127,6 +133,8 @@ class RefusedStep:
     @property
     def wants_restart(self) -> bool:
         """No progress yet, so there is nothing to go back to but the beginning."""
+        if self.was_reinitialised:
+            return False
         if any(v.restart for v in self.decision.verdicts.values()):
             return True
         return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data

@@ -17,6 +17,8 @@ from ..guards.islands import Islands
 from ..step.step import Outcome, Step
 from ..tensors.nest import copied
 from ..tensors.rng import undisturbed_rng
+from ..tensors.sharded import is_sharded
+from .initial import all_layers, odd_layers, reinitialise
 from .last_good import LastGood
 from .refused_step import RefusedStep
 
@@ -183,6 +185,28 @@ class Repairs:
             self._step.careful_steps = CAREFUL_STEPS
         lost = case.num_committed - num_committed
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
+
+    def reinitialise(self, case: RefusedStep) -> list[str]:
+        """Go back to the beginning of the run, and give layers new weights; which ones. Nothing happens if none of them is wrong, or if
+        the run began with weights that had learned something."""
+        step, first = self._step, self._checkpoints.snapshots.first
+        if first is None or first.state.rest["num_committed"] > 0 or is_sharded(step.model):
+            return []
+        now = Copy().take(TrainState.gather(step))
+        first.state.restore_training(step)
+        is_dead = case.incident.cause.label == "dead_network"
+        names = odd_layers(step.model) or (all_layers(step.model) if is_dead else [])
+        if not names:
+            now.restore_training(step)
+            step.transaction.expect_weights()
+            return []
+        self.go_back("first")
+        reinitialise(step.model, names, seed=case.view.step)
+        if step.ema is not None:
+            step.ema.start_again()
+        step.transaction.expect_weights()
+        self._checkpoints.renew_first()
+        return names
 
     def go_back(self, to: str, skip_windows: int = 0) -> tuple[int, int]:
         """Restore an earlier state; returns its step, and how many committed steps it contains."""

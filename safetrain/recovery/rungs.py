@@ -6,6 +6,7 @@ import re
 from typing import ClassVar
 
 from ..config.schema import RecoveryConfig
+from ..core.causes import CAUSES
 from ..core.verdict import Action
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
@@ -138,7 +139,7 @@ class Patch(Rung):
             return "its safe variant runs at that line already"
         if not repairs.try_again(case, case.window):
             repairs.unpatch(case)
-            return "it did not keep the step finite"
+            return "with it the step is still refused"
         return Resolution(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
 
 
@@ -164,6 +165,28 @@ class Skip(Rung):
         )
 
 
+class Reinitialise(Rung):
+    """Give layers that are dead, or whose weights are of the wrong size, new weights, when nothing was learned yet."""
+
+    lasts = True
+
+    def budget(self, config: RecoveryConfig) -> int:
+        return min(1, config.max_restarts)
+
+    def fits(self, case: RefusedStep) -> bool:
+        return not case.is_late and not case.has_bad_state and not case.is_fault_of_data and case.hardly_learned
+
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        layers = repairs.reinitialise(case)
+        if not layers:
+            return "the weights that training began with are of the usual size, and not dead"
+        named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+        case.was_reinitialised = True
+        return Resolution(
+            Action.ROLLBACK, [f"training starts again with new weights (kaiming_normal_, biases 0) in {named}"]
+        )
+
+
 class Rollback(Rung):
     """Go back to the newest trusted snapshot, or an older one when that did not help, past the data that led here."""
 
@@ -177,6 +200,10 @@ class Rollback(Rung):
         return not case.wants_restart
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        if case.num_equal >= 2 and CAUSES[case.incident.cause.label].is_silent:
+            return (
+                f"going back did not help the {case.num_equal} times before: {CAUSES[case.incident.cause.label].advice}"
+            )
         where = repairs.roll_back(case, self.to)
         if where is None:
             return "there is nothing to go back to"

@@ -340,3 +340,11 @@ def low_learning_rate(planted):
 @defect("learning_rate", "is 0 in every step", "positive")
 def zero_learning_rate(planted):
     return make_trainer(lr=0.0 if planted else 1e-3)
+
+
+@defect("singular_points", "log_of_nonpositive", "log_softmax", "WARN")
+def log_of_a_softmax(planted):
+    def parts(model, batch):
+        return -(F.one_hot(batch[1], NUM_CLASSES) * model(batch[0]).softmax(1).log()).sum(1).mean()
+
+    return make_trainer(loss_fn=parts if planted else cross_entropy)

@@ -13,7 +13,7 @@ import pkgutil
 
 from ..registry import Check
 
-_ORDER = ("data", "labels", "empty", "weights", "schedule", "steps", "loss", "trials", "repeat", "source")
+_ORDER = ("data", "labels", "empty", "weights", "schedule", "steps", "search", "loss", "trials", "repeat", "source")
 """Modules that are not named here run last."""
 
 
