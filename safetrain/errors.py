@@ -10,6 +10,7 @@
     ├── NonFiniteError        a check in user code found NaN or Inf                exit code 1
     ├── RankError             another process of the run failed, or does not answer  exit code 1
     ├── HangError             a step, an evaluation or a save did not go on          exit code 1
+    ├── DeviceLost            the device failed for good; what the host had is saved  exit code 1
     ├── TrainingStopped       a guard stopped the run; has .incident and .result   exit code 4
     └── Interrupted           SIGINT, SIGTERM, …; the step was finished and saved    exit code 128 + signal
 
@@ -122,6 +123,10 @@ class RankError(SafetrainError, RuntimeError):
 
 class HangError(SafetrainError, TimeoutError):
     """What this process does has taken many times as long as usual, and longer than the limit of the config; raised where it hangs."""
+
+
+class DeviceLost(SafetrainError, RuntimeError):
+    """The device of the run failed for good (an index out of range inside a kernel, an illegal access): only a new process can use it."""
 
 
 class TrainingStopped(SafetrainError):

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from .copies import Copy
 from .manifest import Damaged
-from .snapshots import Copy, Snapshot, SnapshotRing
+from .snapshots import Snapshot, SnapshotRing
 from .soundness import peaks_of
 from .state import TrainState
 from .store import BadState, CheckpointStore
@@ -43,6 +44,9 @@ class KeptSnapshots:
     def listed(self, ring: SnapshotRing, moment: Moment, about: dict[str, Any]) -> list[dict[str, Any]]:
         """Write the snapshots that are not on disk yet; returns what the checkpoint of this moment, written next, says of all."""
         here = next((step for step, taken in self._taken.items() if taken == moment), None)
+        ring.order()
+        for snapshot in ring.all():
+            snapshot.memory.finish()
         others = [snapshot for snapshot in ring.all() if snapshot.step != here]
         try:
             self._write(others, about)

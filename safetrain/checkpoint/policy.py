@@ -5,12 +5,10 @@ Changes no number: with or without it, and however often it saves, the weights c
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -25,13 +23,16 @@ from ..core.verdict import Action, Verdict
 from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
 from ..errors import CheckpointError, UsageError
+from ..tensors.devices import is_host
 from .compatibility import as_saved
 from .group_store import open_store
+from .host_memory import host_memory
 from .kept_snapshots import KeptSnapshots
 from .manifest import Damaged, read_manifest
+from .rescue import write_newest_trusted
 from .rotation import chosen
 from .saver import Saver
-from .snapshots import SnapshotAudit, SnapshotRing
+from .snapshots import SnapshotRing, agreed, gc_paused
 from .state import Stateful, TrainingParts, TrainState, check_dense
 from .store import BadState, Loaded
 from .weights import save_weights
@@ -92,6 +93,8 @@ class CheckpointPolicy:
         self._saved_time = time.monotonic()
         self._seen = (0, 0)
         self._is_finishing = False
+        # Snapshots are copied while the next forward and backward pass run; the update after them waits.
+        self._hook = parts.optimizer.register_step_pre_hook(lambda *_: self.snapshots.order())
 
     @property
     def saves(self) -> bool:
@@ -271,6 +274,7 @@ class CheckpointPolicy:
     def close(self, error: BaseException | None) -> None:
         """Join the writing thread, unless the user interrupted; what it has not published then never existed."""
         ring, saver = self.snapshots, self._saver
+        self._hook.remove()
         self._run.result.snapshots = {
             "num_taken": ring.num_taken,
             "seconds": round(ring.seconds, 4),
@@ -302,11 +306,21 @@ class CheckpointPolicy:
     def _take_snapshot(self) -> Verdict | None:
         self._snapshot_steps = self._run.result.steps
         rejected_before, self.rejected = bool(self.rejected), {}
-        with _gc_paused():
-            state = TrainState.gather(self._parts, self._run.result.steps)
+        with gc_paused():
+            # A device may be lost. With the data cursor and the record, the snapshot can be resumed from.
+            may_be_lost = any(not is_host(p.device) for p in self._parts.model.parameters())
+            progress, about = (self._progress, self._about()) if may_be_lost else (None, None)
+            state = TrainState.gather(self._parts, self._run.result.steps, progress)
             if self.snapshots.first is None:
                 self._fit_into_memory(state.num_bytes)
-            audit = self.snapshots.take(self._run.step, state, allow_growth=rejected_before, agree=_agreed)
+            audit = self.snapshots.take(
+                self._run.step,
+                state,
+                allow_growth=rejected_before,
+                agree=agreed,
+                about=about,
+                at_once=self._written_in_forward(state),
+            )
         if self._kept_snapshots is not None:
             self._kept_snapshots.taken(self.snapshots, self._moment())
         if audit.is_fatal:
@@ -322,10 +336,17 @@ class CheckpointPolicy:
         self.snapshots.forget()
         self._take_snapshot()
 
+    def rescue(self) -> str:
+        """The device is lost: see `write_newest_trusted`. Says what there is now."""
+        return write_newest_trusted(self._store, self._saver, self.snapshots)
+
+    def _written_in_forward(self, state: TrainState) -> set[str]:
+        """What a forward pass may write, which comes before the next update."""
+        written = {f"model/{name}" for name in self._parts.written_in_forward}
+        return {name for name in state.tensors if name.startswith("transient/")} | set(state.rest["buffers"]) | written
+
     def _fit_into_memory(self, num_bytes: int) -> None:
-        try:
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
+        if (total := host_memory()) is None:
             return
         room = min(gather(int(MEMORY_SHARE * total / max(num_bytes, 1)) - 1))
         if room < self._config.snapshots:
@@ -340,6 +361,7 @@ class CheckpointPolicy:
         """Restore an earlier state; returns the step it is of, and how many committed steps it has in it."""
         step, state = self._earlier_state(to)
         self._parts.clear_gradients()  # first: they take as much room as the weights
+        self.snapshots.order()
         state.restore_training(self._parts)
         self._used |= {step, *(s for s in map(self._store.step_of, self._store.paths()) if s > step)}
         self.snapshots.forget_after(step)
@@ -371,23 +393,3 @@ class CheckpointPolicy:
     def _has_older_checkpoint(self) -> bool:
         first = self.snapshots.first
         return first is not None and any(0 <= self._store.step_of(path) < first.step for path in self._store.paths())
-
-
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Without Python's garbage collector: with thousands of tensors it would start several times, and go through every object of
-    the process, which takes longer than the rest."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _agreed(audit: SnapshotAudit) -> SnapshotAudit:
-    """What is wrong with the state of one process is wrong with the state of the run."""
-    audits = gather(audit)
-    problems = {name: problem for each in audits for name, problem in each.problems.items()}
-    return SnapshotAudit(problems, is_fatal=any(each.is_fatal for each in audits))

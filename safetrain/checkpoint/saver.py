@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .snapshots import Copy
+from .copies import Copy
 from .state import TrainState
 from .store import CheckpointStore
 

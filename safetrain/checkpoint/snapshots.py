@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from .._private import foreach
-from ..tensors.sharded import empty_like, local
+from ..distributed.comm import gather
+from .copies import Copy, Frozen
 from .soundness import FATAL_JUMP, jumps, peaks_of, problems_in
 from .state import TrainState
-
-
-class Copy:
-    """A copy of a training state in memory that is allocated once: on the host, pinned if the state is on a GPU."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(local(tensor).nbytes for tensor in self._memory.values())
-
-    @torch.no_grad()
-    def take(self, state: TrainState) -> TrainState:
-        """The copy. It is overwritten by the next call."""
-        kept: dict[str, Tensor] = {}
-        for name, tensor in state.tensors.items():
-            own = self._memory.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = empty_like(tensor, device="cpu", pin=tensor.device.type == "cuda")
-            kept[name] = own
-        self._memory = kept
-        foreach.copy_([local(own) for own in kept.values()], [local(t) for t in state.tensors.values()])
-        return TrainState(dict(kept), state.rest)
 
 
 @dataclass
@@ -49,6 +25,8 @@ class Snapshot:
     num_healthy: int = 0
     """Committed steps since, without a refusal among them."""
     trusted: bool = False
+    about: dict[str, Any] | None = None
+    """What a checkpoint of this state says of itself; None if it is good for a rollback only."""
     used: bool = False
     """It was rolled back to before; if the trouble returns, it is suspect."""
 
@@ -73,6 +51,9 @@ class SnapshotRing:
         self.first: Snapshot | None = None
         self._ring: list[Snapshot] = []
         self._spare: list[Copy] = []
+        self._frozen = Frozen()
+        self._arriving: Snapshot | None = None
+        """The newest one, while it is being copied."""
         self.num_taken = 0
         self.seconds = 0.0
 
@@ -82,8 +63,8 @@ class SnapshotRing:
     @property
     def num_bytes(self) -> int:
         """Memory that is held now."""
-        held = [snapshot.state.num_bytes for snapshot in (self.first, *self._ring) if snapshot is not None]
-        return sum(held) + sum(copy.num_bytes for copy in self._spare)
+        held = [snapshot.memory for snapshot in (self.first, *self._ring) if snapshot is not None]
+        return sum(copy.num_bytes for copy in (*held, *self._spare)) + self._frozen.num_bytes
 
     def take(
         self,
@@ -91,9 +72,12 @@ class SnapshotRing:
         state: TrainState,
         allow_growth: bool = False,
         agree: Callable[[SnapshotAudit], SnapshotAudit] = lambda audit: audit,
+        about: dict[str, Any] | None = None,
+        at_once: Collection[str] = (),
     ) -> SnapshotAudit:
         """Copy the state, unless the audit finds something wrong with it: then nothing is kept. `allow_growth`: a tensor that
-        grew is accepted, because it was already that large the last time. `agree`: what the audits of all processes say."""
+        grew is accepted, because it was already that large the last time. `agree`: what the audits of all processes say. `at_once`:
+        tensors that may be written before `order` is called, which comes before all others are."""
         begin = time.perf_counter()
         try:
             peaks = peaks_of(state.tensors)
@@ -106,16 +90,27 @@ class SnapshotRing:
             audit = agree(SnapshotAudit(broken or grown, is_fatal=bool(broken)))
             if audit.problems:
                 return audit
+            self.order()
+            kept = self._frozen.values_of(state.tensors, state.rest.get("frozen", ()))
             memory = Copy() if self.first is None else self._free_memory()
-            snapshot = Snapshot(step, memory, memory.take(state), peaks, trusted=self._trust_after == 0)
+            copied = memory.take(state, kept, None if self.first is None else at_once)
+            snapshot = Snapshot(step, memory, copied, peaks, trusted=self._trust_after == 0, about=about)
             if self.first is None:
                 self.first = snapshot
             else:
                 self._ring.append(snapshot)
+                self._arriving = snapshot
             self.num_taken += 1
             return audit
         finally:
             self.seconds += time.perf_counter() - begin
+
+    def order(self) -> None:
+        """Call it before the state is written again: the device finishes the newest copy first. The host waits for nothing."""
+        snapshot, self._arriving = self._arriving, None
+        if snapshot is not None and not snapshot.memory.order() and snapshot in self._ring:
+            self._ring.remove(snapshot)  # something else has written the state, so it is of no one moment
+            self._spare.append(snapshot.memory)
 
     def _free_memory(self) -> Copy:
         if self._spare:
@@ -127,11 +122,17 @@ class SnapshotRing:
         self._ring.remove(oldest)
         return oldest.memory
 
+    def newest_trusted(self) -> Snapshot | None:
+        """Or the very first one. Of those that are in the host's memory already: the device need not work any more."""
+        return next((s for s in reversed(self._ring) if s.trusted and s.memory.is_here), self.first)
+
     def committed(self, num_steps: int = 1) -> None:
         """Count `num_steps` more committed steps since the snapshots were taken."""
         for snapshot in (*self._ring, self.first):
             if snapshot is not None and not snapshot.trusted:
                 snapshot.num_healthy += num_steps
+                if snapshot.num_healthy > 1 and snapshot is not self._arriving:
+                    snapshot.memory.arrived()
                 snapshot.trusted = snapshot.num_healthy >= self._trust_after
 
     def refused(self) -> None:
@@ -151,12 +152,14 @@ class SnapshotRing:
         The newest trusted one; an older one if that was rolled back to before; the very first one if none is left, or with
         `restart`. None if nothing was ever taken.
         """
+        self.order()
         chosen = None if restart else next((s for s in reversed(self._ring) if s.trusted and not s.used), None)
         chosen = chosen or self.first
         kept = [] if chosen is self.first else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
         self._spare += [s.memory for s in self._ring[len(kept) :]]
         self._ring = kept
         if chosen is not None:
+            chosen.memory.finish()
             chosen.used = True
         return chosen
 
@@ -181,3 +184,23 @@ class SnapshotRing:
         if self.first is not None and self.first.step > step:
             self._spare.append(self.first.memory)
             self.first = None
+
+
+def agreed(audit: SnapshotAudit) -> SnapshotAudit:
+    """What is wrong with the state of one process is wrong with the state of the run."""
+    audits = gather(audit)
+    problems = {name: problem for each in audits for name, problem in each.problems.items()}
+    return SnapshotAudit(problems, is_fatal=any(each.is_fatal for each in audits))
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Without Python's garbage collector: with thousands of tensors it would start several times, and go through every object of
+    the process, which takes longer than the rest."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -50,6 +50,10 @@ class TrainingParts(Protocol):
     """Further parts by their name in `TrainState.rest`."""
 
     @property
+    def written_in_forward(self) -> set[str]:
+        """Names of the parameters that a forward pass writes to."""
+
+    @property
     def nonfinite_by_design(self) -> set[str]:
         """Names of buffers and parameters that hold NaN or Inf on purpose."""
 
@@ -99,6 +103,7 @@ class TrainState:
             "guards": {guard.name: guard.state_dict() for guard in parts.guards},
             **{name: part.state_dict() for name, part in parts.stateful.items()},
             "extra_state": _extra_state(parts.model),
+            "frozen": _frozen(parts),
             "born_bad": _marked(parts.nonfinite_by_design, tensors),
             "buffers": _marked({name for name, _, _ in _buffers(parts.model)}, tensors),
             "eval_mode": [name for name, module in parts.model.named_modules() if not module.training],
@@ -330,6 +335,14 @@ def _split_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[s
     others = {key: copied(value) for key, value in packed.items() if key not in ("state", "param_groups")}
     kept = {**packed, **others}
     return {"packed": {**kept, "state": state} if "state" in packed else kept, "tensors": places}
+
+
+def _frozen(parts: TrainingParts) -> list[str]:
+    """Weights that nothing is known to change."""
+    moved = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
+    named = parts.model.named_parameters()
+    fixed = {name for name, p in named if not p.requires_grad and id(p) not in moved}
+    return [f"model/{name}" for name in sorted(fixed - parts.written_in_forward)]
 
 
 def _marked(names: set[str], tensors: dict[str, Tensor]) -> list[str]:

@@ -1,6 +1,7 @@
 """A directory of checkpoints.
 
     checkpoints/step-00000500/   model.safetensors  the model's weights and buffers, by the names of its state_dict
+                                 frozen.safetensors its weights that are not trained, if they are large: the same file in all checkpoints
                                  ema.safetensors    their moving average, if there is one
                                  training.safetensors, state.pt    the rest of the training state
                                  manifest.json      sizes and checksums
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ..core.files import sync
 from ..errors import CheckpointError
+from ..tensors.checksum import checksums
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
 from .plain import load_plain
 from .shards import METADATA, plain_memory, read_shards
@@ -37,6 +39,9 @@ from .tensorfile import is_storable, write_tensors
 
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?$")
 OWN_FILE = {"model": "model.safetensors", "ema": "ema.safetensors"}
+FROZEN = "frozen.safetensors"
+SHARED_FROM = 2**24
+"""Bytes of weights that are not trained, from which on they are written once for all checkpoints of a process."""
 OTHERS, REST = "training.safetensors", "state.pt"
 
 
@@ -57,9 +62,37 @@ class Loaded:
     """Newer checkpoints that could not be used, with the reason."""
 
 
+class FrozenFile:
+    """Weights that are not trained, in one file that all checkpoints link to, as long as their bits stay the same."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._sums: dict[str, int] = {}
+        self._new_sums: dict[str, int] = {}
+        self._about: dict[str, Any] = {}
+
+    def written_to(self, path: Path, about: dict[str, Any]) -> None:
+        self._path, self._sums, self._about = path, self._new_sums, about
+
+    def link(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+        """Put the same file there; its size and checksum. None: these are other weights, or the file system has no links."""
+        self._new_sums = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+        if self._path is None or self._new_sums != self._sums:
+            return None
+        try:
+            os.link(self._path, path)
+            is_whole = path.stat().st_size == self._about["bytes"]
+        except (OSError, NotImplementedError):
+            return None
+        if not is_whole:
+            path.unlink()
+        return self._about if is_whole else None
+
+
 class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._frozen = FrozenFile()
 
     def paths(self) -> list[Path]:
         """All complete checkpoints, oldest first."""
@@ -82,12 +115,14 @@ class CheckpointStore:
         final, temporary = self.new_names(about["step"])
         try:
             temporary.mkdir()
-            files, problems = _write_files(temporary, state)
+            files, problems = _write_files(temporary, state, self._frozen)
             if problems:
                 raise BadState(problems)
             write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
             sync_directory(temporary)
             os.rename(temporary, final)
+            if FROZEN in files:
+                self._frozen.written_to(final / FROZEN, files[FROZEN])
             sync_directory(self.directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -173,7 +208,7 @@ class CheckpointStore:
             tensors = rest.pop("tensors")
             if METADATA in manifest.files:
                 tensors |= read_shards(path, plain_memory)
-            for part, name in OWN_FILE.items():
+            for part, name in (*OWN_FILE.items(), ("model", FROZEN)):
                 if name in manifest.files:
                     tensors |= {f"{part}/{key}": tensor for key, tensor in _load_tensors(path / name).items()}
             if OTHERS in manifest.files:
@@ -277,26 +312,45 @@ def _wrong_in(rest: Any) -> str | None:
     return f"of another type than they should be: {', '.join(wrong)}" if wrong else None
 
 
-def _write_files(directory: Path, state: TrainState) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def _write_files(
+    directory: Path, state: TrainState, shared: FrozenFile
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Write every file but the manifest, fsynced; returns their sizes and checksums, and the problems of the state."""
     groups: dict[str, dict[str, Tensor]] = {OTHERS: {}}
     odd: dict[str, Tensor] = {}
+    frozen = _frozen_tensors(state)
     for name, tensor in state.tensors.items():
+        if name in frozen:
+            continue
         file = OWN_FILE.get(name.partition("/")[0], OTHERS)
         if is_storable(tensor):
             groups.setdefault(file, {})[name if file == OTHERS else name.partition("/")[2]] = tensor
         else:
             odd[name] = tensor.cpu()
-    files, suspects = {}, dict(odd)
+    files: dict[str, dict[str, Any]] = {}
+    suspects = dict(odd)
+    if frozen:
+        by_own_name = {name.partition("/")[2]: tensor for name, tensor in frozen.items()}
+        if (linked := shared.link(directory / FROZEN, by_own_name)) is not None:
+            files[FROZEN] = linked
+        else:
+            groups[FROZEN] = by_own_name
     for file, tensors in groups.items():
         written = write_tensors(
             directory / file, tensors, [n for n in tensors if file == OTHERS and is_second_moment(n)]
         )
         files[file] = {"bytes": written.num_bytes, "xxh3_128": written.checksum}
-        prefix = "" if file == OTHERS else f"{file.partition('.')[0]}/"
+        prefix = "" if file == OTHERS else "model/" if file == FROZEN else f"{file.partition('.')[0]}/"
         suspects |= {prefix + name: tensors[name] for name in written.suspects}
     files[REST] = write_rest(directory / REST, state.rest, odd)
     return files, problems_in(peaks_of(suspects), state.rest["born_bad"])
+
+
+def _frozen_tensors(state: TrainState) -> dict[str, Tensor]:
+    """None, if they are small: each checkpoint is then whole without the others."""
+    names = set(state.rest.get("frozen", ()))
+    found = {name: tensor for name, tensor in state.tensors.items() if name in names and is_storable(tensor)}
+    return found if sum(tensor.nbytes for tensor in found.values()) >= SHARED_FROM else {}
 
 
 def write_rest(path: Path, rest: dict[str, Any], odd: dict[str, Tensor]) -> dict[str, Any]:

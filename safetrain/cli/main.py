@@ -18,7 +18,7 @@ import click
 
 from .. import __version__
 from ..core.text import printable
-from ..errors import HangError, Interrupted, RankError, SafetrainError, TrainingStopped
+from ..errors import DeviceLost, HangError, Interrupted, RankError, SafetrainError, TrainingStopped
 
 EXIT_USER_EXCEPTION = 1
 EXIT_USAGE = 2
@@ -138,6 +138,6 @@ def run(arguments: list[str], verbose: bool = False) -> int:
 def exit_code(error: SafetrainError) -> int:
     if isinstance(error, TrainingStopped):
         return EXIT_STOPPED
-    if isinstance(error, (RankError, HangError)):
+    if isinstance(error, (RankError, HangError, DeviceLost)):
         return EXIT_USER_EXCEPTION
     return 128 + error.signum if isinstance(error, Interrupted) else EXIT_USAGE

@@ -82,6 +82,10 @@ class LoopConfig:
     for it; a program that uses SafeTrainer itself is left alone."""
     compile: bool | str = False
     """Compile the model with `torch.compile`; a string names the backend."""
+    on_out_of_memory: str = option("stop", choices=("stop", "halves"))
+    """A step that does not fit into memory is tried once more after what is cached was freed. Then `stop`: the run is saved and ends. `halves`:
+    each of its batches is split in two and their gradients are averaged, as `grad_accum` does; statistics over a batch (BatchNorm) are
+    then those of half a batch. One process only."""
     num_processes: int | None = option(None, ge=1)
     """How many processes the run must have; another number is an error at start. null: as many as were started."""
     rank_timeout_seconds: float = option(1800.0, gt=0.0)

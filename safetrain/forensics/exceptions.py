@@ -50,7 +50,7 @@ def _place_of(error: Exception, trace: Trace, provenance: Provenance, replayer: 
     finding.place, finding.frames = user_place(frames), frames
     inner = innermost_module(frames, replayer.module_names)
     finding.module, finding.module_type = (inner[0], type(inner[1]).__name__) if inner else (LOSS, None)
-    finding.op = finding.name = trace.tracer.api.that_raised(error) or type(error).__name__
+    finding.op = finding.name = trace.tracer.api.that_raised(error) or getattr(error, "function", type(error).__name__)
     return finding
 
 

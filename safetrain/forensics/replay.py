@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._private import compiler
+from ..tensors.bounds import Bounds
 from ..tensors.nest import in_code, map_tensors, named_tensors
+from ..tensors.originals import note_moved, original_of
 from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
@@ -91,6 +93,8 @@ class Replayer:
         self.parameters = _named_parameters(self.model, step)
         self.module_names = {id(module): name for name, module in self.model.named_modules()}
         self.num_replays = 0
+        device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self._bounds = Bounds(device)
         self.watched_buffers: set[str] = set()
         """Buffers that must stay finite too; none until one was found to turn bad and to matter."""
 
@@ -149,7 +153,7 @@ class Replayer:
     def forward(self, batch: Any, model: nn.Module) -> Tensor:
         from ..core.loss import split_loss
 
-        with self.step.autocast(self.model):
+        with self.step.autocast(self.model), self._bounds.checked([batch]), self._bounds.thorough():
             output = self.step.loss_fn(model, batch)
         loss, _ = split_loss(output, "loss_fn")
         return loss
@@ -313,7 +317,10 @@ def fresh(batch: Any) -> Any:
 
 def _copied(item: Any) -> Any:
     if isinstance(item, Tensor):
-        return item.detach().clone().requires_grad_(item.requires_grad)
+        copied = item.detach().clone().requires_grad_(item.requires_grad)
+        if (known := original_of(item)) is not None:
+            note_moved(copied, known[2])
+        return copied
     return item.clone() if hasattr(item, "clone") else item
 
 

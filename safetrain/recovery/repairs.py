@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.copies import Copy
 from ..checkpoint.policy import CheckpointPolicy
-from ..checkpoint.snapshots import Copy
 from ..checkpoint.state import TrainState
 from ..core.verdict import Action, Doubt
 from ..errors import CheckpointError

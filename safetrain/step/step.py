@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.snapshots import Copy
+from ..checkpoint.copies import Copy
 from ..checkpoint.state import Stateful, TrainState
 from ..core.loss import no_graph, split_loss, unlogged_values
 from ..core.verdict import Action, Decision, Verdict, merge
@@ -32,6 +32,7 @@ from ..optim.parameters import all_parameters
 from ..optim.schedule import Schedule, scaled_lr
 from ..precision.mixed import Precision
 from ..tensors import gradients
+from ..tensors.bounds import Bounds
 from ..tensors.nest import same_nest
 from .audit import Audit
 from .exchange import AttemptWatch, Exchange
@@ -87,6 +88,7 @@ class Step:
         self.transaction = Transaction(model, self.parameters)
         self.audit = Audit(model, optimizer, self.transaction, ema)
         self.device = precision.device
+        self.bounds = Bounds(self.device)
         self.index = 0
         """Index of the step that was begun last."""
         self.stage = Stage.BETWEEN
@@ -120,6 +122,11 @@ class Step:
         """Auxiliary modules: what a step writes to them is undone with it."""
         self.auxiliary_modules = list(modules)
         self.transaction.include(self.auxiliary_modules)
+
+    @property
+    def written_in_forward(self) -> set[str]:
+        """Names of the parameters that a forward pass was seen to write to."""
+        return self.transaction.written_parameters
 
     @property
     def nonfinite_by_design(self) -> set[str]:
@@ -161,7 +168,7 @@ class Step:
                 is_last = index == len(window) - 1
                 if watch is not None:
                     watch.forward(index)
-                with exchange.gradient_sync(self.called, is_last), self.patches.scope:
+                with exchange.gradient_sync(self.called, is_last), self.patches.scope, self.bounds.checked(window):
                     loss, metric = self.forward(batch)
                     losses.append(loss.detach())
                     metrics.append(metric)
@@ -352,7 +359,8 @@ class Step:
         for _ in range(MAX_OVERFLOWS):
             self.transaction.rewind()
             try:
-                measurement = self.attempt(window)
+                with self.bounds.thorough():
+                    measurement = self.attempt(window)
             except Exception:  # the refused attempt raised it already, and it is in the incident
                 break
             view = replace(self.view(measurement), refused_loss=refused.loss)

@@ -176,8 +176,9 @@ def can_pin() -> bool:
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-def new_stream(device: torch.device) -> Any:
-    """A stream of its own; None where there are none."""
+@functools.cache
+def side_stream(device: torch.device) -> Any:
+    """A stream beside the one that computes, the same each time; None where there are no streams."""
     module = module_of(device)
     if module is None or not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .devices import is_host, pinned
+from .originals import note_moved
 
 
 class Key(NamedTuple):
@@ -202,7 +203,11 @@ def _moved(item: Any, device: torch.device) -> Any:
     if item.device == device:
         return item
     crosses = is_host(item.device) and item.layout is torch.strided and not is_host(device)
-    return pinned(item).to(device, non_blocking=True) if crosses else item.to(device)
+    if not crosses:
+        return item.to(device)
+    moved = (source := pinned(item)).to(device, non_blocking=True)
+    note_moved(moved, source)
+    return moved
 
 
 def describe(batch: Any) -> str:

@@ -49,15 +49,16 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def empty_like(
-    tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None, pin: bool = False
-) -> Tensor:
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
     """Memory for the values of a tensor, sharded as it is."""
     own = local(tensor)
-    memory = torch.empty(
-        own.shape, dtype=dtype or own.dtype, device=own.device if device is None else device, pin_memory=pin
-    )
-    return _from_part(memory, tensor) if is_dtensor(tensor) else memory
+    memory = torch.empty(own.shape, dtype=dtype or own.dtype, device=own.device if device is None else device)
+    return sharded_as(memory, tensor)
+
+
+def sharded_as(part: Tensor, tensor: Tensor) -> Tensor:
+    """This process's part of values that are sharded as the tensor is, if it is."""
+    return _from_part(part, tensor) if is_dtensor(tensor) else part
 
 
 def shard_like(full: Tensor, tensor: Tensor) -> Tensor:

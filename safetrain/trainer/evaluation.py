@@ -141,7 +141,8 @@ class Evaluation:
     def _evaluate_batch(self, batch: Any) -> Any:
         # Not through the distributed wrapper: its collectives would have to match on all ranks.
         model = self._step.called if self._step.exchange.world_size == 1 else self._step.model
-        with self._step.precision.autocast(), self._looked_at() as self._findings:
+        checked = self._step.bounds.checked([batch])
+        with self._step.precision.autocast(), checked, self._looked_at() as self._findings:
             output = self.evaluation_step(model, batch)
         if self.unlogged is None:
             self.unlogged = unlogged_values(output)

@@ -18,7 +18,7 @@ from ..core.view import StepView
 from ..data.stream import BatchStream
 from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
-from ..errors import CheckpointError, Interrupted, TrainingStopped
+from ..errors import CheckpointError, DeviceLost, Interrupted, TrainingStopped
 from ..optim.forecast import doubt
 from ..recovery import Ladder, RefusedStep
 from ..recovery.recovery import Recovery
@@ -26,10 +26,12 @@ from ..step.deferred import Deferral
 from ..step.joint import JointExchange
 from ..step.step import Stage, Step
 from ..telemetry.watch import watching
+from ..tensors.devices import still_works
 from ..tensors.rng import RandomState
 from .evaluation import Evaluation
 from .hangs import watching_for_hangs
 from .hooks import TrainerHooks
+from .rescue import rescuing
 from .run import Run
 
 
@@ -150,7 +152,7 @@ class Session:
         step, run = self.step, self.run
         if isinstance(error, (TrainingStopped, Interrupted, CheckpointError)) or step.exchange.world_size > 1:
             return
-        if run.result.steps == 0 or step.stage is Stage.MOVING:
+        if run.result.steps == 0 or step.stage is Stage.MOVING or not still_works(step.device):
             return
         try:
             if step.stage is Stage.ATTEMPT:
@@ -165,7 +167,8 @@ class Session:
             return
         hint = f"{run.result.steps} steps are saved in {run.result.run_dir}: repair this, and go on with resume"
         run.telemetry.noted(hint)
-        error.add_note(f"safetrain: {hint}.")
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"safetrain: {hint}.")
 
     def refused(self, view: StepView, decision: Decision, window: Sequence[Any]) -> Action:
         """Recover from a step that was attempted and undone."""
@@ -233,7 +236,11 @@ def open_session(
         step.history.total_steps = total_steps(config, stream)
         step.clear_gradients()
         deferral = Deferral(step, config.loop.host_read_every)
-        stack.push(lambda kind, error, trace: deferral.close(None if error is None else run.stepped))
+        stack.push(
+            lambda kind, error, trace: deferral.close(
+                None if error is None or isinstance(error, DeviceLost) else run.stepped
+            )
+        )
         about = {
             "name": config.name,
             "parameters": sum(p.numel() for p in step.model.parameters() if p.requires_grad),
@@ -251,6 +258,7 @@ def open_session(
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
             stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))
+        stack.enter_context(rescuing(step, checkpoints))
         yield Session(run, step, checkpoints, recovery, deferral, progress, listener)
 
 

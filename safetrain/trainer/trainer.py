@@ -22,6 +22,7 @@ from ..optim.ema import Ema
 from ..precision.mixed import Precision
 from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
+from ..step.memory import attempt
 from ..step.step import Outcome, Stage, Step
 from . import build, checks
 from .evaluation import Evaluation
@@ -136,7 +137,8 @@ class SafeTrainer(TrainerHooks):
         step = self.stepper
         step.begin(window)
         try:
-            measurement = step.attempt(window)
+            measurement = attempt(step, window, self.config.loop.on_out_of_memory, self.run.warn)
+            window = measurement.window or window
         except Exception as error:
             if not self._refuse_error(error, window):
                 raise

@@ -29,7 +29,7 @@ def test_a_snapshot_is_a_copy_whose_memory_is_reused():
         live.tensors["model/w"].fill_(step)
         assert not ring.take(step, live).problems
     assert (len(ring), ring.num_taken) == (2, 6)
-    assert ring.num_bytes == 3 * live.num_bytes
+    assert 3 * live.num_bytes <= ring.num_bytes <= 3 * (live.num_bytes + 64 * len(live.tensors))
     assert ring.first.state.tensors["model/w"].tolist() == [0.0] * 4
     pointers = {s.state.tensors["model/w"].data_ptr() for s in ring._ring}
     ring.take(6, live)

@@ -127,7 +127,9 @@ def _kept(tracer: Tracer, value: Tensor, where: Tensor, memo: dict[Any, Kept] | 
     key = (region, strides, where.shape, tracer.num_writes(region.storage), value is where)
     if memo is not None and key in memo:
         return memo[key]
-    kept = Kept(value.detach().clone(memory_format=torch.contiguous_format), region.storage, offset, strides)
+    # On the host: a device that training has filled has no room for what it computed and let go.
+    values = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    kept = Kept(values, region.storage, offset, strides)
     if memo is not None:
         memo[key] = kept
     return kept

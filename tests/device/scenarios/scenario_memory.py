@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 64
+BACK = {"checkpoint": {"snapshot_every": 4, "trust_after": 2}, "forensics": {"remedies": False}}
 
 
 def wide_model():
@@ -61,7 +62,7 @@ def test_going_back(peaks):
         return mse(model, batch)
 
     spoilt.calls = 0
-    usual, back, trainer = peaks(data, 12, spoilt, config={"checkpoint": {"snapshot_every": 4, "trust_after": 2}})
+    usual, back, trainer = peaks(data, 12, spoilt, config=BACK)
     assert trainer.run.result.rollbacks == 1
     assert back <= 1.3 * usual, back / usual
 
