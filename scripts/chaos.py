@@ -348,6 +348,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=120, help="length of the runs that are killed")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="only: faults on one of N processes")
+    parser.add_argument("--rounds", type=int, default=1, help="of each fault on one of several processes")
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], help="ddp, fsdp")
+    parser.add_argument("--faults", nargs="+", default=[], help="names of the table's rows; default: all")
     parser.add_argument(
         "--directory", type=Path, help="where to work (default: a temporary directory, removed on success)"
     )
@@ -357,6 +361,11 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"seed {arguments.seed}, in {directory}", flush=True)
     good = True
+    if arguments.ranks:
+        from scripts.chaos_ranks import table
+
+        what = []
+        good = table(directory, arguments.ranks, arguments.rounds, arguments.strategies, arguments.faults)
     if "kills" in what:
         good = kills(directory, arguments.kills, arguments.seed, arguments.steps) and good
     if "damage" in what:

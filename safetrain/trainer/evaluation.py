@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._private.ddp import num_collectives
 from ..config.schema import LoopConfig
 from ..core import progress
 from ..core.loss import split_metrics, unlogged_values
@@ -28,6 +28,7 @@ from ..step.step import Step
 from ..tensors.devices import wide
 from ..tensors.nest import num_samples
 from ..tensors.rng import undisturbed_rng
+from ..tensors.sharded import is_sharded
 from .findings import note_warnings
 
 RESERVED = {"step", "event", "best", "time"}
@@ -161,7 +162,7 @@ def evaluate(
     Several ranks split the batches among them, and all get the same means.
     """
     with link.together("in the evaluation") if link is not None else nullcontext():
-        totals, weights = _totals(model, step, batches, *((link.rank, link.world_size) if link else (0, 1)))
+        totals, weights = _totals(model, step, batches, link)
     if link is not None:
         totals, weights = _summed(link.gather((totals, weights)))
     batches.next_epoch()
@@ -192,24 +193,47 @@ def _check_names(metrics: Iterable[str]) -> None:
 
 
 def _totals(
-    model: nn.Module, step: Callable[[Any], Any], batches: BatchStream, rank: int, world_size: int
+    model: nn.Module, step: Callable[[Any], Any], batches: BatchStream, link: Link | None
 ) -> tuple[dict[str, float], dict[str, int]]:
+    rank, world_size = (link.rank, link.world_size) if link else (0, 1)
     totals: dict[str, Tensor | float] = {}
     weights: dict[str, int] = {}
     num_batches = batches.num_batches()
     with undisturbed_rng(), eval_mode(model), torch.no_grad():
-        for index in itertools.count():
-            if not (window := batches.take(1)):
+        talks = is_sharded(model)  # does an evaluation step exchange something with the other processes?
+        for index, (first, own, size) in enumerate(_groups(batches, rank, world_size)):
+            progress.note("batch", index * world_size + size, num_batches)
+            if size < world_size and link is not None and not link.any(talks or index == 0) and own is None:
                 break
-            progress.note("batch", index + 1, num_batches)
-            count = num_samples(window[0])
-            if count == 0 or index % world_size != rank:
-                continue
-            for name, value in split_metrics(step(window[0]), "evaluation_step").items():
+            # Without a batch of its own it takes part in what the others exchange, and its result does not count.
+            batch, before = first if own is None else own, num_collectives() if link is not None else 0
+            metrics = split_metrics(step(batch), "evaluation_step")
+            talks = talks or (link is not None and num_collectives() != before)
+            if own is None:
+                break
+            count = num_samples(batch)
+            for name, value in metrics.items():
                 value = wide(value.detach().reshape(())) if isinstance(value, Tensor) else float(value)
                 totals[name] = totals.get(name, 0.0) + value * count
                 weights[name] = weights.get(name, 0) + count
     return {name: float(total) for name, total in totals.items()}, weights
+
+
+def _groups(batches: BatchStream, rank: int, world_size: int) -> Iterator[tuple[Any, Any, int]]:
+    """Of each group of as many batches as there are processes: its first, that of this rank (None if there is none), and its size."""
+    first = own = None
+    size = 0
+    while window := batches.take(1):
+        if num_samples(window[0]) == 0:
+            continue
+        first = window[0] if size == 0 else first
+        own = window[0] if size == rank else own
+        size += 1
+        if size == world_size:
+            yield first, own, size
+            first, own, size = None, None, 0
+    if size:
+        yield first, own, size
 
 
 def _summed(parts: Iterable[tuple[Mapping[str, float], Mapping[str, int]]]) -> tuple[dict[str, float], dict[str, int]]:

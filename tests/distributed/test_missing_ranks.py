@@ -167,3 +167,54 @@ def test_data_that_raises_or_ends_on_one_rank(tmp_path):
     assert (ended[0], own_ended[0]) == ("DataError", "DataError")
     assert f"rank {GUILTY} had no more data at step 4" in ended[1]
     assert ended[2] == own_ended[2] == 4
+
+
+class Gathering(SafeTrainer):
+    """An evaluation with a collective in user code."""
+
+    seen = ()
+
+    def evaluation_step(self, model, batch):
+        count = torch.tensor(float(len(batch[0])))
+        torch.distributed.all_reduce(count)
+        self.seen = [*self.seen, count.item()]
+        return {"loss": mse(model, batch), "samples": float(len(batch[0]))}
+
+
+class Counting(SafeTrainer):
+    def evaluation_step(self, model, batch):
+        self.seen = [*getattr(self, "seen", []), float(batch[0].sum())]
+        return mse(model, batch)
+
+
+def evaluate_unevenly(rank, directory):
+    found = []
+    for kind, strategy in ((Gathering, "ddp"), (Counting, "ddp"), (Counting, "fsdp")):
+        torch.manual_seed(1)
+        model, batches = make_model(dropout=0.0, norm=False), make_batches(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        config = {
+            "loop": {"device": "cpu", "strategy": strategy, "eval_check": False},
+            "logging": {"console": "off", "tensorboard": False},
+        }
+        made = kind(
+            model,
+            loss_fn=mse,
+            optimizer=optimizer,
+            train_data=make_batches(4),
+            eval_data=batches,
+            config=config,
+            run_dir=f"{directory}/{kind.__name__}-{strategy}",
+        )
+        result = made.fit()
+        found.append((len(made.seen), result.evaluations[-1]["loss"]))
+    return found
+
+
+def test_ranks_with_different_numbers_of_evaluation_batches(tmp_path):
+    """What communicates gets a batch more, which does not count; what does not is left alone."""
+    first, second = run_ranks(evaluate_unevenly, 2, str(tmp_path), timeout=90)
+    assert [number for number, _ in first] == [2, 2, 2]
+    assert [number for number, _ in second] == [2, 1, 2]
+    assert [loss for _, loss in first] == [loss for _, loss in second]
+    assert first[0][1] == first[1][1]
