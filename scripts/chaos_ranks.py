@@ -331,7 +331,7 @@ def table(directory: Path, world: int, rounds: int, strategies: list[str], only:
     print(f"{world} processes; seconds from the fault to its name: median (max) of {rounds}")
     good = True
     for strategy in strategies:
-        (directory / strategy).mkdir()
+        (directory / strategy).mkdir(parents=True)
         reference = run_all(world, ("", strategy, directory / strategy / "reference", False))[0][2]
         for fault in FAULTS:
             if only and fault.name not in only:

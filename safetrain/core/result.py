@@ -66,6 +66,9 @@ class FitResult:
     resumes: list[dict[str, Any]] = field(default_factory=list)
     """Each time the run went on in a new process: `from_step`, `steps_repeated` (made before, but not saved), `seconds` from the last
     sign of life to the next committed step, and the `cause` of the end before, None if that was no fault."""
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
+    """Ranks that were slower than the others in what each does by itself: `rank`, `phase` (data, forward), `seconds` of a step and
+    the `median` of all ranks."""
     hangs: list[dict[str, Any]] = field(default_factory=list)
     """What took many times as long as usual: `step`, `unit` (step, evaluation batch, saving, ...), `seconds`, what is `usual`, and the
     `ranks` that the others waited for."""
@@ -116,6 +119,7 @@ class FitResult:
             "checkpoints": self.checkpoints,
             "error": self.error,
             "resumes": self.resumes,
+            "stragglers": self.stragglers,
             "hangs": self.hangs,
             "islands": self.islands,
             "patches": self.patches,

@@ -97,6 +97,7 @@ class Activity:
 
     def take_own_seconds(self) -> tuple[float, float]:
         """Data and forward since the last call."""
+        self.at(self.phase, waiting=self.is_waiting)
         taken = self.own_seconds["data"], self.own_seconds["forward"]
         self.own_seconds = {"data": 0.0, "forward": 0.0}
         return taken

@@ -2,7 +2,7 @@
 
 The numbers of a step travel as one vector of equal length on every rank:
 
-    status of this rank | for each known name: how many values, and their sum
+    status of this rank | seconds it spent on data, and on the rest before backward | for each known name: how many values, and their sum
 
 A name that is not there on some rank (a metric that only rank 0 returns) counts zero values there. A name that was never
 seen before is sent as an object, once; from then on it has its place in the vector.
@@ -14,8 +14,12 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.verdict import Action, Decision, Verdict, merge
@@ -65,6 +69,11 @@ class RankStatus:
         return cls(RankState(int(state)), int(signal), *flags)
 
 
+Array = NDArray[Any]
+HEAD = RankStatus.LENGTH + 2
+"""Numbers before those of the names."""
+
+
 Values = Mapping[str, Sequence[Tensor | float]]
 """Several of one name: a metric that every micro-batch returned."""
 
@@ -97,24 +106,69 @@ class Layout:
         known = set(self.names)
         self.names += [name for name in dict.fromkeys(names) if name not in known]
 
-    def pack(self, status: RankStatus, values: Values, device: torch.device) -> Tensor:
+    def pack(
+        self, status: RankStatus, values: Values, device: torch.device, seconds: tuple[float, float] = (0.0, 0.0)
+    ) -> Tensor:
         """Stays on the device."""
         counts = [float(len(values.get(name, ()))) for name in self.names]
         totals = [_total(values.get(name, ())) for name in self.names]
         wide = torch.float64
         if device.type == "cpu":
-            return torch.tensor([*status.pack(), *counts, *map(float, totals)], dtype=wide)
-        known = torch.tensor([*status.pack(), *counts], dtype=wide).to(device, non_blocking=True)
+            return torch.tensor([*status.pack(), *seconds, *counts, *map(float, totals)], dtype=wide)
+        known = torch.tensor([*status.pack(), *seconds, *counts], dtype=wide).to(device, non_blocking=True)
         if not totals:
             return known
         return torch.cat([known, torch.stack([torch.as_tensor(t).to(device, wide).reshape(()) for t in totals])])
 
-    def unpack(self, numbers: Sequence[float]) -> tuple[RankStatus, Row]:
-        num_names = len(self.names)
-        counts = numbers[RankStatus.LENGTH : RankStatus.LENGTH + num_names]
-        totals = numbers[RankStatus.LENGTH + num_names :]
-        triples = zip(self.names, counts, totals, strict=True)
-        return RankStatus.unpack(numbers[: RankStatus.LENGTH]), {n: Tally(int(c), t) for n, c, t in triples if c}
+    def unpack(self, numbers: Array) -> RankReports:
+        """`numbers`: a row for each rank."""
+        width = len(self.names)
+        counts, totals = numbers[:, HEAD : HEAD + width], numbers[:, HEAD + width : HEAD + 2 * width]
+        statuses = numbers[:, : RankStatus.LENGTH]
+        # With many ranks nothing may be done for each of them in Python, in a step that goes as usual.
+        are_alike = bool(np.array_equal(statuses, np.broadcast_to(statuses[0], statuses.shape), equal_nan=True))
+        each = [RankStatus.unpack(row.tolist()) for row in (statuses[:1] if are_alike else statuses)]
+        return RankReports(
+            each * len(numbers) if are_alike else each, Rows(list(self.names), counts, totals), are_alike
+        )
+
+
+class Rows(Sequence[Row]):
+    """The values of every rank. A row is made when it is asked for."""
+
+    def __init__(self, names: list[str], counts: Array, totals: Array) -> None:
+        self.names, self._counts, self._totals = names, counts, totals
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        found = zip(self.names, self._counts[index].tolist(), self._totals[index].tolist(), strict=True)
+        return {name: Tally(int(count), total) for name, count, total in found if count}
+
+    @cached_property
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        pairs = zip(self._counts.sum(0).tolist(), self._totals.sum(0).tolist(), strict=True)
+        return {name: (count, total) for name, (count, total) in zip(self.names, pairs, strict=True) if count}
+
+    def given(self) -> Iterable[str]:
+        """The names that some rank has values of."""
+        return self._sums
+
+    def mean(self, name: str) -> float:
+        count, total = self._sums[name]
+        return total / count
+
+    def largest(self, name: str) -> float:
+        index = self.names.index(name)
+        counts = self._counts[:, index]
+        return float((self._totals[counts > 0, index] / counts[counts > 0]).max())
 
 
 def tallied(values: Values) -> Row:
@@ -127,14 +181,22 @@ def _total(values: Sequence[Tensor | float]) -> Tensor | float:
     return sum(detached[1:], start=detached[0]) if detached else 0.0
 
 
+def names_in(rows: Sequence[Row]) -> Iterable[str]:
+    return rows.given() if isinstance(rows, Rows) else dict.fromkeys(name for row in rows for name in row)
+
+
 def mean_over(rows: Sequence[Row], name: str) -> float:
     """NaN and Inf of any rank show."""
+    if isinstance(rows, Rows):
+        return rows.mean(name)
     there = [row[name] for row in rows if name in row]
     return sum(tally.total for tally in there) / sum(tally.count for tally in there)
 
 
 def largest_over(rows: Sequence[Row], name: str) -> float:
     """NaN, if it is NaN on any rank."""
+    if isinstance(rows, Rows):
+        return rows.largest(name)
     values = [row[name].mean for row in rows if name in row]
     return math.nan if any(map(math.isnan, values)) else max(values)
 
@@ -145,17 +207,30 @@ class RankReports:
 
     statuses: Sequence[RankStatus]
     rows: Sequence[Row] = ()
+    are_alike: bool = False
+    """Every rank has reported the status that rank 0 has."""
 
     def in_state(self, *states: RankState) -> list[int]:
+        if self.are_alike:
+            return list(range(len(self.statuses))) if self.statuses[0].state in states else []
         return [rank for rank, status in enumerate(self.statuses) if status.state in states]
 
     @property
     def signal(self) -> int | None:
-        return next((status.signal for status in self.statuses if status.signal), None)
+        statuses = self.statuses[:1] if self.are_alike else self.statuses
+        return next((status.signal for status in statuses if status.signal), None)
 
     @property
     def out_of_time(self) -> bool:
-        return any(status.out_of_time for status in self.statuses)
+        return any(status.out_of_time for status in (self.statuses[:1] if self.are_alike else self.statuses))
+
+    @property
+    def have_late_signals(self) -> bool:
+        return any(status.has_late_signals for status in (self.statuses[:1] if self.are_alike else self.statuses))
+
+    @property
+    def have_unknown(self) -> bool:
+        return any(status.num_unknown for status in (self.statuses[:1] if self.are_alike else self.statuses))
 
     @property
     def is_stopping(self) -> bool:
@@ -165,6 +240,8 @@ class RankReports:
     def diverged(self) -> list[int]:
         """Ranks whose record of the run so far is not that of rank 0."""
         first = self.statuses[0]
+        if self.are_alike:
+            return []
         return [
             r for r, w in enumerate(self.statuses) if w.trail != first.trail or not _alike(w.last_norm, first.last_norm)
         ]

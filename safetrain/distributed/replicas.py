@@ -20,7 +20,8 @@ class Replicas:
         ddp.require()
         self._wrap_model = wrap
         self._before_backward: int | None = None
-        self._entered = False
+        self.has_entered = False
+        """The model has been called in this attempt."""
         self.has_order = False
         """DDP has seen a backward, whose order of gradients it uses for its buckets from then on."""
         self._wrap()
@@ -30,13 +31,13 @@ class Replicas:
         assert isinstance(wrapped, DistributedDataParallel)
         # Buffers are synchronised by `sync_buffers`, at a moment that every rank reaches whatever its forward does.
         ddp.leave_buffers_to_us(wrapped)
-        wrapped.register_forward_pre_hook(lambda *_: setattr(self, "_entered", True))
+        wrapped.register_forward_pre_hook(lambda *_: setattr(self, "has_entered", True))
         self.model: DistributedDataParallel | None = wrapped
         self._has_buffers = any(True for _ in wrapped.module.buffers())
 
     def begin(self) -> None:
         """A new attempt at a step."""
-        self._before_backward, self._entered = None, False
+        self._before_backward, self.has_entered = None, False
 
     def begin_backward(self) -> None:
         """From here on the default process group is used by DDP alone."""
@@ -56,7 +57,7 @@ class Replicas:
         """
         assert self.model is not None
         num_reduced = 0 if self._before_backward is None else ddp.num_collectives() - self._before_backward
-        return ddp.exchange_zeros(self.model, num_reduced, self._entered, poison)
+        return ddp.exchange_zeros(self.model, num_reduced, self.has_entered, poison)
 
     def rewrap(self) -> nn.Module:
         """After a step that some rank did not run to its end, on all ranks at once: its reducer cannot be used again."""

@@ -21,6 +21,7 @@ from .activity import Activity, Late
 from .interrupt import Interruption
 from .mailbox import Mailbox, open_mailbox, period
 from .stacks import ENDED, Workers, all_stacks, process_state, user_line
+from .stragglers import Straggler
 
 ANSWER_SECONDS = 2.5
 """Time that ranks are given to report themselves before one that does not is considered gone."""
@@ -49,7 +50,10 @@ class Hang:
 
 
 class HangListener:
-    """Called from the watchdog's thread."""
+    """Called from the watchdog's thread, except for `straggles`."""
+
+    def straggles(self, slow: Straggler) -> None:
+        """Once for each rank and phase, on all ranks."""
 
     def hangs(self, hang: Hang) -> None:
         """Once for each, on one rank: the first, or another if that is gone."""
@@ -123,6 +127,10 @@ class Watchdog:
                 self._look_back(listener)
                 if not self._mailbox.is_open:
                     self.close()
+
+    def straggles(self, slow: Straggler) -> None:
+        if self._listener is not None:
+            self._listener.straggles(slow)
 
     def failed(self, text: str) -> None:
         """Report to the other ranks what ended this one."""

@@ -165,6 +165,10 @@ class Exchange:
         """Whether one rank can run the model without the others."""
         return True
 
+    def may_replay_now(self, model: nn.Module) -> bool:
+        """Also in the middle of an attempt, which others may not have ended yet."""
+        return self.replays_alone(model)
+
     def own_loss(self, view: StepView) -> float | None:
         """Of this rank's window in the last step, bit for bit as it was computed; None if it had several micro-batches, whose mean
         is rounded in another way."""

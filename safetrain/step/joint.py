@@ -315,6 +315,10 @@ class JointExchange(Exchange):
         # Not if its forward pass itself communicates with the other ranks.
         return not (is_sharded(model) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()))
 
+    def may_replay_now(self, model: nn.Module) -> bool:
+        # DDP that has run a forward pass takes the next backward for that of the step, and exchanges its gradients.
+        return self.replays_alone(model) and not (self._replicas is not None and self._replicas.has_entered)
+
     def own_loss(self, view: StepView) -> float | None:
         row = self.reports.rows[self.rank] if self.reports.rows else {}
         found = [tally for name, tally in row.items() if name.startswith("loss/")]

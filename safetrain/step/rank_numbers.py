@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..core.view import DeviceStep
 from ..distributed.agreement import (
+    HEAD,
     Layout,
     RankReports,
     RankState,
@@ -20,9 +22,11 @@ from ..distributed.agreement import (
     Values,
     largest_over,
     mean_over,
+    names_in,
     tallied,
 )
 from ..distributed.comm import Link, PendingGather, name_ranks
+from ..distributed.stragglers import Stragglers
 from ..errors import RankError
 from ..guards import Guard
 
@@ -40,6 +44,7 @@ class RankNumbers:
         self.reports = RankReports([RankStatus(RankState.STEP)] * link.world_size)
         """What the ranks reported in the last attempt."""
         self.last_norm = 0.0
+        self._stragglers = Stragglers(link.world_size)
         self._layout, self._late_layout = Layout(), Layout()
         self._sent: PendingGather | None = None
         self._values: Values = {}
@@ -74,7 +79,8 @@ class RankNumbers:
             unknown,
             run.stop_reason is not None,
         )
-        self._sent = self.link.send(self._layout.pack(status, self._values, self.link.device))
+        seconds = self.link.watchdog.activity.take_own_seconds()
+        self._sent = self.link.send(self._layout.pack(status, self._values, self.link.device, seconds))
 
     def receive(self, step: Step, norm: Tensor | None = None) -> float:
         """Wait for the others' numbers and keep them as `reports`; returns `norm` on the host. One read for all of it."""
@@ -107,7 +113,7 @@ class RankNumbers:
     def late_signals(self, step: Step, on_device: DeviceStep) -> tuple[dict[str, float], Exception | None]:
         """What guards measure after backward. With an error of this rank's, if any: then `reports` say so on all ranks."""
         reports = self.reports
-        if not any(status.has_late_signals for status in reports.statuses):
+        if not reports.have_late_signals:
             return {}, None
         values: Values = {}
         error: Exception | None = None
@@ -133,14 +139,16 @@ class RankNumbers:
         matrix = sent.wait()
         self.link.watchdog.activity.at("decision")
         flat = matrix.flatten()
-        numbers = (flat if norm is None else torch.cat([flat, norm.to(flat.dtype).reshape(1)])).tolist()
-        width = matrix.shape[1]
-        pairs = [layout.unpack(numbers[rank * width : (rank + 1) * width]) for rank in range(self.link.world_size)]
-        statuses, rows = [status for status, _ in pairs], [row for _, row in pairs]
-        if any(status.num_unknown for status in statuses):
+        numbers = (flat if norm is None else torch.cat([flat, norm.to(flat.dtype).reshape(1)])).cpu().numpy()
+        table = numbers[: flat.numel()].reshape(matrix.shape)
+        self.reports = layout.unpack(table)
+        if norm is not None:
+            for slow in self._stragglers.add(table[:, RankStatus.LENGTH : HEAD], monotonic()):
+                self.link.watchdog.straggles(slow)
+        if self.reports.have_unknown:
             rows = self.link.gather(tallied(values))
             layout.extend(name for row in rows for name in row)
-        self.reports = RankReports(statuses, rows)
+            self.reports = replace(self.reports, rows=rows)
         if diverged := self.reports.diverged:
             raise RankError(
                 f"the ranks have diverged before step {step.index}: {name_ranks(diverged)} made other decisions or had "
@@ -164,8 +172,7 @@ def _measured(guards: Iterable[Guard], on_device: DeviceStep) -> dict[str, list[
 
 
 def _named(rows: Sequence[Row], prefix: str, value: Callable[[str], float]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))
-    return {name.removeprefix(prefix): value(name) for name in names}
+    return {name.removeprefix(prefix): value(name) for name in names_in(rows) if name.startswith(prefix)}
 
 
 def _is_early(guard: Guard) -> bool:

@@ -275,13 +275,13 @@ class Step:
 
     def _is_raised_by_numbers(self, view: StepView) -> bool:
         """By a replay, for exceptions whose message does not say it."""
-        if is_of_the_program(cast(BaseException, view.error)) or not self.exchange.replays_alone(self.model):
+        if is_of_the_program(cast(BaseException, view.error)) or not self.exchange.may_replay_now(self.model):
             return False
-        replayed = Replayed(
-            self.called, self.training_step, view.window(), self.optimizer, self.precision.name, view.loss_scale,
-            self.transaction.random_state,
-        )  # fmt: skip
-        with self.patches.uncounted():
+        with self.exchange.alone(self), self.patches.uncounted():
+            replayed = Replayed(
+                self.called, self.training_step, view.window(), self.optimizer, self.precision.name, view.loss_scale,
+                self.transaction.random_state,
+            )  # fmt: skip
             return is_raised_by_numbers(replayed)
 
     # ---- commit or undo ----------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 from ..config.schema import LoopConfig
+from ..distributed.stragglers import Straggler
 from ..distributed.watchdog import Hang, HangListener
 from ..step.exchange import Exchange
 from .run import Run
@@ -24,6 +26,10 @@ class HangReports(HangListener):
         about = hang.to_dict()
         self._run.result.hangs.append({key: about[key] for key in ("step", "unit", "seconds", "usual", "ranks")})
         self._run.telemetry.hangs(about)
+
+    def straggles(self, slow: Straggler) -> None:
+        self._run.result.stragglers.append(asdict(slow))
+        self._run.telemetry.noted(slow.describe())
 
     def went_on(self, hang: Hang, seconds: float) -> None:
         about: dict[str, Any] = {

@@ -32,7 +32,8 @@ def test_packing_and_unpacking_a_vector_round_trips():
     layout.extend(["loss/0", "metric/accuracy", "metric/elsewhere"])
     word = RankStatus(RankState.FAILED, signal=15, out_of_time=True, trail=2**32 - 1, last_norm=0.1, num_unknown=2)
     values = {"loss/0": [torch.tensor(1.5)], "metric/accuracy": [0.25, torch.tensor(0.75)]}
-    unpacked, row = layout.unpack(layout.pack(word, values, CPU).tolist())
+    reports = layout.unpack(layout.pack(word, values, CPU).numpy()[None])
+    (unpacked,), (row,) = reports.statuses, reports.rows
     assert unpacked == word
     assert row == tallied(values)
     assert "metric/elsewhere" not in row
@@ -133,3 +134,29 @@ def test_an_error_in_backward_refuses_the_step_even_if_the_guards_do_not():
     decision = merged([fine, failed], suspects=[1, 0])
     assert decision.action is Action.SKIP
     assert "on rank 1, backward raised" in decision.reasons[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 1024])
+def test_the_means_of_a_table_are_those_of_its_rows(world_size):
+    """Bit for bit, and NaN on a rank shows."""
+    torch.manual_seed(0)
+    layout = Layout()
+    layout.extend(["a", "b", "c"])
+    values = [
+        {"a": [torch.rand(())], "b": [1.0] * (rank % 2), "c": [math.nan if rank == world_size - 1 else float(rank)]}
+        for rank in range(world_size)
+    ]
+    status = RankStatus(RankState.STEP, trail=7, last_norm=math.nan)
+    reports = layout.unpack(torch.stack([layout.pack(status, each, CPU) for each in values]).numpy())
+    assert reports.are_alike
+    assert (reports.diverged, reports.in_state(RankState.FATAL), reports.signal) == ([], [], None)
+    rows = list(reports.rows)
+    for name in ("a", "b", "c"):
+        assert str(mean_over(reports.rows, name)) == str(mean_over(rows, name))
+        assert str(largest_over(reports.rows, name)) == str(largest_over(rows, name))
+    other = torch.stack(
+        [layout.pack(RankStatus(RankState.STEP, signal=15 * (rank == 1)), {}, CPU) for rank in range(world_size)]
+    )
+    reports = layout.unpack(other.numpy())
+    assert not reports.are_alike
+    assert reports.signal == 15

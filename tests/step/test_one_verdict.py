@@ -29,6 +29,7 @@ def scenarios(world_size):
         "stop": Scenario("nan", last, {"recovery": {"ladder": []}}),
         "sigterm": Scenario("sigterm", last),
         "user-error": Scenario("user_error", last),
+        "late-user-error": Scenario("late_user_error", last),
         "backward-error": Scenario("backward_error", last),
         "metric": Scenario("metric_on_one", last),
         "evaluation": Scenario("evaluation", config={"loop": {"eval_every": 5}}, norm=True),
@@ -154,7 +155,12 @@ def test_a_signal_on_one_rank_saves_on_all_at_the_same_step(records):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("user-error", "a mistake in user code"), ("backward-error", "backward hook")]
+    ("name", "says"),
+    [
+        ("user-error", "a mistake in user code"),
+        ("late-user-error", "after the model was called"),
+        ("backward-error", "backward hook"),
+    ],
 )
 def test_an_exception_of_user_code_on_one_rank_ends_all_ranks(records, name, says):
     *others, guilty = records[name]
