@@ -70,7 +70,7 @@ class Faulty(SafeTrainer):
             os.kill(os.getpid(), signal.SIGTERM)
         loss = mse(model, batch)
         if fault == "late_user_error":
-            raise ZeroDivisionError("a mistake in user code, after the model was called")
+            raise KeyError("a mistake in user code, after the model was called")
         if fault == "backward_error":
             self.model[0].weight.register_hook(_raise_in_backward)
         if self.scenario.fault == "metric_on_one" and self.is_guilty:
