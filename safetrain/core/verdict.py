@@ -38,6 +38,8 @@ class Doubt(enum.Enum):
     """The batch that was committed last is bad now too."""
     SINCE_START = "start"
     """The weights that training began with give a better loss on this very step."""
+    REPLAY = "replay"
+    """The step, computed once more, gives other gradients bit for bit."""
     TRIAL = "trial"
     """The update is tried, and good batches become clearly worse by it."""
     BRANCHES = "branches"

@@ -12,8 +12,10 @@ from ..checkpoint.copies import Copy
 from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.state import TrainState
 from ..core.verdict import Action, Doubt
+from ..core.view import StepView
 from ..errors import CheckpointError
 from ..guards.islands import Islands
+from ..guards.sdc import Sdc
 from ..step.step import Outcome, Step
 from ..tensors.nest import copied
 from ..tensors.rng import undisturbed_rng
@@ -78,12 +80,26 @@ class Repairs:
         step.transaction.rewind()
         measurement = step.attempt(case.window)
         view = step.view(measurement)
+        if self._differs_from(case, view):
+            step.undo(case.view.loss_scale)
+            return False
         outcome = step.commit(measurement, view, undoubted)
         if outcome is Outcome.RUINED:
             step.undo(case.view.loss_scale)
             return False
         case.applied = view, undoubted, case.window
         return True
+
+    def _differs_from(self, case: RefusedStep, view: StepView) -> bool:
+        """Whether this second computation of the step gave other gradients, for guards that doubt the first one."""
+        for name, verdict in case.decision.verdicts.items():
+            if verdict.doubt is Doubt.REPLAY and view.signals.get(f"{name}.gradients") != verdict.evidence["value"]:
+                guard = self._step.guards.named(name)
+                names = guard.differing() if isinstance(guard, Sdc) else ()
+                where = f" for {', '.join(names[:4])}" if names else ""
+                case.incident.cause.explanation += where
+                return True
+        return False
 
     def _confirms_a_doubt(self, case: RefusedStep) -> bool:
         doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}

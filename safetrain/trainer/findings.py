@@ -28,6 +28,7 @@ def note_warnings(result: FitResult, findings: Iterable[Finding], step: int) -> 
 def explained_by_findings(incident: Incident, decision: Decision) -> Incident:
     """The incident, with its cause if a guard that refused the step knows it."""
     found = [f for _, verdict in decision.by_severity() if verdict.action is decision.action for f in verdict.findings]
+    found.sort(key=lambda finding: finding.label == "replicas_differ")  # stable; that is what the others lead to
     if found:
         incident.cause = Cause(found[0].label, found[0].text)
         incident.fix = f"{CAUSES[found[0].label].advice}."
