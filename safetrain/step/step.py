@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from ..checkpoint.state import Stateful, TrainState
 from ..core.loss import no_graph, split_loss, unlogged_values
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import DeviceStep, StepView
-from ..forensics import Step as Replayed
-from ..forensics.investigation import is_raised_by_numbers
 from ..forensics.patches import Patches
-from ..forensics.raised import is_numeric, is_of_the_program
+from ..forensics.raised import is_numeric
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
 from ..optim.parameters import all_parameters
@@ -34,6 +32,7 @@ from ..precision.mixed import Precision
 from ..tensors import gradients
 from ..tensors.bounds import Bounds
 from ..tensors.nest import same_nest
+from . import views
 from .audit import Audit
 from .exchange import AttemptWatch, Exchange
 from .first import FirstStep
@@ -220,40 +219,11 @@ class Step:
 
     def view(self, measurement: Measurement) -> StepView:
         """The step's numbers on the host. The one read of a healthy step is here."""
-        fields = measurement.read()
-        norm_overflow = False
-        if math.isinf(fields["grad_norm"]):
-            true_norm = gradients.overflow_free_norm(gradients.collect(self.parameters))
-            if norm_overflow := true_norm is not None:
-                fields["grad_norm"] = true_norm
-        loss, norm = map(math.isfinite, (fields["loss"], fields["grad_norm"]))
-        scaler_overflow = self.precision.has_scaler and loss and not norm
-        return StepView(
-            step=self.index,
-            epoch=self.history.epoch,
-            lrs=self.schedule.lrs_given(fields.pop("rates", {})),
-            limits=measurement.limits,
-            norm_overflow=norm_overflow,
-            scaler_overflow=scaler_overflow,
-            bad_state=self.audit.bad_state_before_step,
-            **self.history.view_fields(scaler_overflow),
-            **fields,
-        )
+        return views.of_measurement(self, measurement)
 
     def view_of_error(self, error: Exception, window: Sequence[Any]) -> StepView:
         """The view of a step whose forward or backward raised."""
-        return StepView(
-            step=self.index,
-            epoch=self.history.epoch,
-            loss=math.nan,
-            grad_norm=math.nan,
-            lrs=self.schedule.lrs,
-            loss_scale=self.precision.host_loss_scale(),
-            bad_state=self.audit.bad_state_before_step,
-            window=lambda: window,
-            error=error,
-            **self.history.view_fields(),
-        )
+        return views.of_error(self, error, window)
 
     def judge(self, view: StepView) -> Decision:
         """Every guard's verdict, merged; the same on all ranks."""
@@ -271,18 +241,7 @@ class Step:
     def explains(self, view: StepView) -> bool:
         """Whether what forward or backward raised is a refused step, and not an error of the program."""
         assert view.error is not None
-        return is_numeric(view.error) or self.guards.explain(view) or self._is_raised_by_numbers(view)
-
-    def _is_raised_by_numbers(self, view: StepView) -> bool:
-        """By a replay, for exceptions whose message does not say it."""
-        if is_of_the_program(cast(BaseException, view.error)) or not self.exchange.may_replay_now(self.model):
-            return False
-        with self.exchange.alone(self), self.patches.uncounted():
-            replayed = Replayed(
-                self.called, self.training_step, view.window(), self.optimizer, self.precision.name, view.loss_scale,
-                self.transaction.random_state,
-            )  # fmt: skip
-            return is_raised_by_numbers(replayed)
+        return is_numeric(view.error) or self.guards.explain(view) or views.is_raised_by_numbers(self, view)
 
     # ---- commit or undo ----------------------------------------------------------------------------------------
 
