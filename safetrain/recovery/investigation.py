@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ from ..tensors.sharded import local
 from . import lockstep
 from .blame import attribute
 from .refused_step import RefusedStep
+
+
+_NAMES_SAMPLES = re.compile(r"\bsamples? \[?\d")
 
 
 class RunRecord(Protocol):
@@ -120,7 +124,8 @@ class Investigator:
             first, fix = self.known.setdefault(_place(diagnosis.origin), (incident.id, incident.fix))
             if first != incident.id:
                 incident.cause.explanation += f" (the operation of incident {first} again)"
-                incident.fix = fix  # what was tried then holds for the same line now
+                if not _NAMES_SAMPLES.search(fix):  # those of the first one are not those of this one
+                    incident.fix = fix  # what was tried then holds for the same line now
 
     def describe_state(self, case: RefusedStep) -> None:
         """What is known of a state that was found to be bad between two steps: there is no operation to find."""

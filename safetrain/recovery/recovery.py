@@ -19,6 +19,7 @@ from ..step.step import Step
 from ..tensors.rng import RandomState
 from .investigation import Investigator, RunRecord
 from .ladder import Ladder
+from .prevalence import Prevalence
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
 
@@ -41,6 +42,7 @@ class Recovery:
         self.investigator = Investigator(config.forensics, step, run)
         after = config.recovery.quarantine_after if "samples" in config.recovery.heal else None
         self.quarantine = Quarantine(after, run.dir)
+        self.prevalence = Prevalence(config.recovery)
 
     def resolve(
         self,
@@ -107,7 +109,17 @@ class Recovery:
         return case
 
     def _climb(self, case: RefusedStep) -> None:
+        if (reason := self._too_prevalent(case)) is not None:
+            case.resolution = Resolution(Action.STOP, [reason])
+            return
         case.resolution = self._count_samples(case, self.ladder.resolve(case, self.repairs))
+
+    def _too_prevalent(self, case: RefusedStep) -> str | None:
+        """Why the run should end, because bad steps are the rule; the same on all ranks."""
+        if case.decision.action is Action.STOP:
+            return None
+        found = self._step.exchange.gather(self.prevalence.note(case))
+        return next((reason for reason in found if reason is not None), None)
 
     def _count_samples(self, case: RefusedStep, resolution: Resolution) -> Resolution:
         """Note which samples of the data set the incident is about; those that keep coming back are left out later."""
@@ -133,6 +145,7 @@ class Recovery:
             "quarantine": self.quarantine.state_dict(),
             "known": self.investigator.state_dict(),
             "losses": self.repairs.last_good.state_dict(),
+            "prevalence": self.prevalence.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,3 +153,5 @@ class Recovery:
         if "quarantine" in state:
             self.quarantine.load_state_dict(state["quarantine"])
         self.repairs.last_good.load_state_dict(state["losses"])
+        if "prevalence" in state:
+            self.prevalence.load_state_dict(state["prevalence"])
