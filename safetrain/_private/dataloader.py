@@ -80,6 +80,32 @@ def in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
     return _changed(loader) if IN_THIS_PROCESS.works else loader
 
 
+def _probe_batch_sampler() -> bool:
+    loader: DataLoader[Any] = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
+    return [batch.tolist() for batch in _sampling(loader, [[3, 1], [0]])] == [[3, 1], [0]]
+
+
+OTHER_BATCH_SAMPLER = Feature(
+    "loader_indices",
+    relies_on="attribute `batch_sampler` of torch.utils.data.DataLoader, replaced after its construction",
+    lost="the indices in the data set of the samples of a DataLoader's batches: incidents name them, bad ones are left out later",
+    instead="incidents name rows of the batch only",
+    probe=_probe_batch_sampler,
+)
+
+
+def sampling(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any] | None:
+    """The same loader with another batch sampler: it draws the same random numbers and seeds its workers alike. None if that does
+    not work here."""
+    return _sampling(loader, batch_sampler) if OTHER_BATCH_SAMPLER.works else None
+
+
+def _sampling(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    other = copy.copy(loader)
+    other.__dict__.update(batch_sampler=batch_sampler, _iterator=None)
+    return other
+
+
 def _changed(loader: DataLoader[Any]) -> DataLoader[Any]:
     alone = copy.copy(loader)
     alone.__dict__.update(num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0, _iterator=None)

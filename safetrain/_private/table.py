@@ -7,7 +7,7 @@ from ..errors import UsageError
 from .allocator import KEEP_MEMORY
 from .autograd import TRACING
 from .compiler import BACKWARD, ORIGINAL
-from .dataloader import IN_THIS_PROCESS, WAIT
+from .dataloader import IN_THIS_PROCESS, OTHER_BATCH_SAMPLER, WAIT
 from .ddp import BUFFERS, EXCHANGE
 from .dtensor import PARTS
 from .elastic import LAUNCHER
@@ -34,6 +34,7 @@ FEATURES: tuple[Feature, ...] = (
     PARTS,
     LAUNCHER,
     IN_THIS_PROCESS,
+    OTHER_BATCH_SAMPLER,
     WAIT,
     KEEP_MEMORY,
     LISTENING,

@@ -26,6 +26,12 @@ class DataConfig:
     """Leave out the last training batch of an epoch if it is smaller than `batch_size`. Evaluation uses all samples."""
     num_workers: int = option(0, ge=0)
     """Loader processes, for data given as a Dataset."""
+    collate_fn: Target | None = field(default=None, metadata=target(num_injected=1))
+    """How samples are put into a batch, for data given as a Dataset: the `_target_` of a function of a list of samples, or of a class whose
+    instances are called with it. Without it, torch's default."""
+    skip_unreadable: bool = False
+    """Leave out samples whose reading raises, for data given as a Dataset: each is named, listed in `quarantine.jsonl`, and not asked for
+    again. When more than 5% of those read so far raise, the run ends. `false`: the first one ends the run."""
     sharded: bool = False
     """With several processes: the data gives each of them its own part already (a `DistributedSampler` is recognised without this).
     Otherwise every process is given all of the data, and takes its own part of it."""

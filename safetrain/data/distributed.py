@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class ShardedSource(Source):
             self._random = RandomState.from_plain(of_first(RandomState.capture().to_plain()))
         with self._random_of_data():
             if isinstance(self._whole, LoaderSource):
-                return self._whole.open_shard(epoch, first, lambda indices: self._shard(indices, is_new))
+                return self._whole.open_shard(epoch, first, lambda indices: self._shard(indices, is_new), position)
             batches = self._whole.open(epoch, first)
         return self._shard(batches, is_new)
 
@@ -71,6 +71,13 @@ class ShardedSource(Source):
         finally:
             self._random = RandomState.capture()
             outside.restore()
+
+    def ids(self, position: int) -> Sequence[int] | None:
+        return self._whole.ids(position) if isinstance(self._whole, LoaderSource) else None
+
+    def leave_out(self, ids: Iterable[int]) -> None:
+        """The same on every process: all of them draw the same indices."""
+        self._whole.leave_out(ids)
 
     def num_batches(self) -> int | None:
         return None if (count := self._whole.num_batches()) is None else count // self.unit

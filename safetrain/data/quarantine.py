@@ -45,6 +45,15 @@ class Quarantine:
         self._write()
         return messages
 
+    @property
+    def is_on(self) -> bool:
+        return self._after is not None
+
+    def add(self, sample: int, step: int, epoch: int, reason: str) -> None:
+        """Without counting: the sample cannot be read at all."""
+        self._records.append({"id": sample, "step": step, "epoch": epoch, "count": 1, "reason": reason})
+        self._write()
+
     def _write(self) -> None:
         if self._directory is None or not self._records:
             return

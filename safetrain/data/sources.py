@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from .._private.dataloader import sampling
 from ..config.schema import DataConfig
 from ..distributed.comm import gather
 from ..errors import DataError
 from ..tensors.rng import RandomState, undisturbed_rng
+from .kinds import check_kind
 from .sampler import ResumableBatchSampler
+from .unreadable import Unreadable, open_collate
 
 RE_ITERABLE = "To fix: pass a DataLoader, a Dataset, a list of batches, or a function that returns a new generator."
 WORKERS = (
@@ -29,6 +34,10 @@ SAME_SETTINGS = (
 """What a DataLoader that loads other indices of a data set has of the first one."""
 
 
+MOST_REMEMBERED = 1024
+"""Batches of a DataLoader whose indices are remembered: more than one that is prefetched ever waits."""
+
+
 class Source:
     """Batches of one epoch after another. `position` is the number of batches of the epoch that were handed out before."""
 
@@ -37,6 +46,10 @@ class Source:
     """How much of the data (batches, or samples where their indices are known) all processes consume per position."""
     base = 0
     """How much of the epoch was consumed before position 0; not 0 only after a resume with another `unit`."""
+    why_no_ids = (
+        "batches that are given as they are have no index in a data set; pass a Dataset, or a DataLoader over one"
+    )
+    """What to say where `ids` does not know the samples."""
     world_size: int | None = None
     """For data that is already sharded: the number of processes. Only as many can resume in the middle of an epoch."""
 
@@ -76,8 +89,13 @@ class MapSource(Source):
         self.unit = self.sampler.unit
         # A generator of its own: creating an iterator must not draw from the random state that the model uses.
         self._generator = torch.Generator()
+        self.unreadable = Unreadable(data, config.collate_fn) if config.skip_unreadable else None
         self.loader = DataLoader(
-            data, batch_sampler=self.sampler, num_workers=config.num_workers, generator=self._generator
+            data if self.unreadable is None else self.unreadable.samples,  # type: ignore[arg-type]
+            batch_sampler=self.sampler,
+            num_workers=config.num_workers,
+            generator=self._generator,
+            collate_fn=open_collate(config.collate_fn) if self.unreadable is None else self.unreadable.collate,
         )
         self._left_out_next: set[int] = set()
 
@@ -86,7 +104,7 @@ class MapSource(Source):
             self._begin_epoch()
         self.sampler.epoch, self.sampler.base, self.sampler.start = epoch, self.base, position
         self._generator.manual_seed((self._seed + epoch) % 2**63)  # the seeds of the workers
-        return iter(self.loader)
+        return iter(self.loader) if self.unreadable is None else self.unreadable.readable(iter(self.loader), self)
 
     def _begin_epoch(self) -> None:
         """All processes shard the same permutation, so a sample that one of them excludes is excluded on all."""
@@ -105,7 +123,8 @@ class MapSource(Source):
         return len(self.loader)
 
     def ids(self, position: int) -> Sequence[int] | None:
-        return self.sampler.batch(position)
+        ids = self.sampler.batch(position)
+        return ids if self.unreadable is None else [index for index in ids if index not in self.unreadable.known]
 
     def leave_out(self, ids: Iterable[int]) -> None:
         self._left_out_next.update(ids)
@@ -198,11 +217,64 @@ class LoaderSource(IterableSource):
 
     data: DataLoader[Any]
 
-    def open_shard(self, epoch: int, position: int, shard: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
-        """Like `open`, but loads only what `shard` selects of the indices from that position on."""
-        with self._random_state_of_epoch(epoch, position):
-            indices = self._indices(position)
-        return self._load(shard(indices))
+    def __init__(self, data: DataLoader[Any]) -> None:
+        super().__init__(data)
+        self._ids: OrderedDict[int, array[int]] = OrderedDict()
+        """Of the batches that were asked for lately, by their position."""
+        self._left_out: Set[int] = frozenset()
+        self._left_out_next: set[int] = set()
+        has_batches = data.batch_sampler is not None and hasattr(data.dataset, "__getitem__")
+        self._recording = sampling(data, _Recording(self)) if has_batches else None
+
+    def open(self, epoch: int, position: int) -> Iterator[Any]:
+        self._begin(position)
+        return super().open(epoch, position)
+
+    def open_shard(
+        self, epoch: int, first: int, shard: Callable[[Iterator[Any]], Iterator[Any]], position: int
+    ) -> Iterator[Any]:
+        """Like `open` at position `first`, but loads only what `shard` selects of the indices from there on: its batches are
+        counted from `position`."""
+        self._begin(first)
+        with self._random_state_of_epoch(epoch, first):
+            indices = self._indices(first)
+        return self._load(self.recorded(shard(indices), position))
+
+    def _begin(self, position: int) -> None:
+        self._ids.clear()
+        if position == 0:
+            self._left_out = frozenset(self._left_out_next)
+
+    def ids(self, position: int) -> Sequence[int] | None:
+        return self._ids.get(position)
+
+    def leave_out(self, ids: Iterable[int]) -> None:
+        self._left_out_next.update(ids)
+
+    def kept(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches of indices, without the samples that are left out."""
+        for batch in batches:
+            if not self._left_out or not isinstance(batch, list):
+                yield batch
+            elif kept := [index for index in batch if index not in self._left_out]:
+                yield kept
+
+    def recorded(self, batches: Iterable[Any], position: int = 0) -> Iterator[Any]:
+        """The same batches of indices, remembered for `ids`."""
+        for place, batch in enumerate(batches, position):
+            if isinstance(batch, list) and all(isinstance(index, int) for index in batch):
+                self._ids[place] = array("q", batch)
+                if len(self._ids) > MOST_REMEMBERED:
+                    self._ids.popitem(last=False)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        left_out = {"left_out": sorted(self._left_out), "left_out_next": sorted(self._left_out_next)}
+        return {**super().state_dict(), **left_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._left_out, self._left_out_next = frozenset(state.get("left_out", ())), set(state.get("left_out_next", ()))
 
     def num_batches(self) -> int | None:
         try:
@@ -211,14 +283,16 @@ class LoaderSource(IterableSource):
             return None
 
     def _open_at(self, position: int) -> Iterator[Any]:
-        return self._load(self._indices(position)) if position else iter(self.data)
+        if position:
+            return self._load(self.recorded(self._indices(position), position))
+        return iter(self.data if self._recording is None else self._recording)
 
     def _indices(self, position: int) -> Iterator[Any]:
         """What the sampler yields from that position on."""
         loader = self.data
         # DataLoader's iterator draws its base seed first; the sampler may draw its own seed after it.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return _skip(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), position)
+        return _skip(self.kept(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), position)
 
     def _load(self, indices: Iterator[Any]) -> Iterator[Any]:
         loader = self.data
@@ -236,6 +310,20 @@ class LoaderSource(IterableSource):
             if sampler is not None and not type(sampler).__module__.startswith("torch.")
         ]
         return [*order, *([WORKERS] if self.data.num_workers else [])]
+
+
+class _Recording(Sampler[Any]):
+    """A loader's own batch sampler, whose batches the source remembers."""
+
+    def __init__(self, source: LoaderSource) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._source
+        return source.recorded(source.kept(source.data.batch_sampler))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._source.data.batch_sampler)  # type: ignore[arg-type]
 
 
 class _IteratorSampler(Sampler[Any]):
@@ -282,8 +370,11 @@ def open_source(
         data = DataLoader(
             data, batch_size=config.batch_size, drop_last=config.drop_last, num_workers=config.num_workers
         )
+    if _is_map_style(data):
+        return MapSource(data, config, shuffle, seed, rank, world_size)
     if _is_stateful(data) and hasattr(data, "__iter__"):
         return StatefulSource(data)
+    check_kind(data)
     if isinstance(data, (list, tuple)):
         return ListSource(data)
     if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
@@ -291,6 +382,15 @@ def open_source(
     if hasattr(data, "__iter__") or (callable(data) and not inspect.isclass(data)):
         return IterableSource(data)
     raise DataError(f"cannot train on data of type {type(data).__name__}: it is not iterable.\n{RE_ITERABLE}")
+
+
+def _is_map_style(data: Any) -> bool:
+    """A data set that is not derived from torch's Dataset: it has samples by index, and what iterating over it would give, if it
+    can be iterated over at all, are samples too."""
+    kind = type(data)
+    if not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")) or isinstance(data, (list, tuple, Mapping, str)):
+        return False
+    return hasattr(kind, "__getitems__") or not hasattr(kind, "__iter__")
 
 
 def _is_stateful(data: Any) -> bool:

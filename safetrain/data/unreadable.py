@@ -28,7 +28,7 @@ def open_collate(node: Mapping[str, Any] | None) -> Callable[[list[Any]], Any] |
     if inspect.isclass(found):
         return instantiate(node)  # type: ignore[no-any-return]
     arguments = {key: value for key, value in node.items() if key != TARGET}
-    return functools.partial(found, **arguments) if arguments else found  # type: ignore[no-any-return]
+    return functools.partial(found, **arguments) if arguments else found
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from . import lockstep
 from .blame import attribute
 from .refused_step import RefusedStep
 
-
 _NAMES_SAMPLES = re.compile(r"\bsamples? \[?\d")
 
 

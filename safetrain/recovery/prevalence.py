@@ -139,7 +139,12 @@ NOT_FINITE, INTEGER = "!", "="
 def _per_sample(batch: Any, size: int) -> Iterator[tuple[str, str, list[Any]]]:
     """One value for each sample: of integer fields with one number per sample, and whether a field has one that is not finite."""
     for path, tensor in named_tensors(batch):
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != size or tensor.layout != torch.strided:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dim() == 0
+            or tensor.shape[0] != size
+            or tensor.layout != torch.strided
+        ):
             continue
         if tensor.is_floating_point():
             yield path, NOT_FINITE, (~torch.isfinite(tensor.detach())).reshape(size, -1).any(1).tolist()

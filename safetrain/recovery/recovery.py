@@ -43,6 +43,7 @@ class Recovery:
         after = config.recovery.quarantine_after if "samples" in config.recovery.heal else None
         self.quarantine = Quarantine(after, run.dir)
         self.prevalence = Prevalence(config.recovery)
+        self._said_why = False
 
     def resolve(
         self,
@@ -124,13 +125,28 @@ class Recovery:
     def _count_samples(self, case: RefusedStep, resolution: Resolution) -> Resolution:
         """Note which samples of the data set the incident is about; those that keep coming back are left out later."""
         stream = self._stream
-        if case.is_late or not case.is_step or (ids := stream.ids(case.window)) is None:
+        if case.is_late or not case.is_step:
+            return resolution
+        if (ids := stream.ids(case.window)) is None:
+            if (
+                not self._said_why
+                and self.quarantine.is_on
+                and case.guilty_samples
+                and (why := stream.source.why_no_ids)
+            ):
+                self._said_why = True
+                self._run.warn(f"bad samples cannot be named by their index in the data, nor left out later: {why}")
             return resolution
         own = [ids[index][sample] for index, samples in case.guilty_samples.items() for sample in samples]
         guilty = [sample for each in self._step.exchange.gather(own) for sample in each]
         said = self.quarantine.note(guilty, case.view.step, stream.epoch, case.decision.reasons[0])
         stream.leave_out(self.quarantine.ids)
         return replace(resolution, reasons=[*resolution.reasons, *(f"quarantine: {reason}" for reason in said)])
+
+    def leave_out_unreadable(self, sample: int, reason: str) -> None:
+        """A sample of the data set could not be read; it is left out from the next epoch on."""
+        self._run.warn(f"sample {sample} of the data set cannot be read and is left out: {reason}")
+        self.quarantine.add(sample, self._step.next_index, self._stream.epoch, reason)
 
     def report_changes(self) -> None:
         """Put what was changed of the computation, and how to make it permanent, into the result."""

@@ -15,6 +15,7 @@ from ..core.endings import error_text
 from ..core.incident import STATE_AUDIT, Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
+from ..data.sources import MapSource
 from ..data.stream import BatchStream
 from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
@@ -219,6 +220,8 @@ def open_session(
     progress = Progress(run, step, stream, evaluation)
     checkpoints = CheckpointPolicy(config, step, stream, run, progress)
     recovery = progress.recovery = Recovery(config, ladder, step, checkpoints, stream, run)
+    if isinstance(stream.source, MapSource) and stream.source.unreadable is not None:
+        stream.source.unreadable.found = recovery.leave_out_unreadable
     with ExitStack() as stack:
         stack.push(lambda kind, error, trace: _name_cause(run, step, error))
         stack.push(lambda kind, error, trace: checkpoints.close(error))
