@@ -58,7 +58,7 @@ class Prevalence:
         if is_whole and num_bad == 0:  # no sample is blamed when all of them are bad
             guilty = {index: list(range(num_samples(batch))) for index, batch in enumerate(case.window)}
             num_bad = size
-        self._recent.append((step, num_bad, size))
+        self._recent.append((step, 0 if is_whole else num_bad, size))
         while self._recent and self._recent[0][0] <= step - SPAN:
             self._recent.popleft()
         if step == self._num_in_a_row:
@@ -75,7 +75,7 @@ class Prevalence:
             return None
         samples = sum(bad for _, bad, _ in self._recent)
         known = all(bad for _, bad, _ in self._recent)
-        share = samples / (size * num_steps) if known else num_bad / num_steps
+        share = samples / (size * num_steps) if known else num_bad / SPAN
         assert self._limit is not None
         if share <= (self._limit if known else MANY):
             return None

@@ -114,10 +114,10 @@ def test_samples_found_by_the_batch_guard_count_too(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("recovery", "loader"), [({"heal": []}, False), ({"quarantine_after": None}, False), ({}, True)]
+    ("recovery", "as_batches"), [({"heal": []}, False), ({"quarantine_after": None}, False), ({}, True)]
 )
-def test_nothing_is_quarantined_without_heal_or_sample_indices(make_trainer, recovery, loader):
-    data = DataLoader(make_data(), batch_size=4) if loader else make_data()
+def test_nothing_is_quarantined_without_heal_or_sample_indices(make_trainer, recovery, as_batches):
+    data = list(DataLoader(make_data(), batch_size=4)) if as_batches else make_data()
     trainer = make_trainer(train_data=data, config=CONFIG, recovery=recovery)
     result = trainer.fit()
     assert len(result.incidents) == 8
