@@ -268,7 +268,9 @@ class CheckpointPolicy:
             return self._unsound(bad)
         if self._config.save_final:
             directory, parts = self._store.directory, self._parts
-            return self._guarded(lambda: save_weights(directory, parts.model, parts.ema), required=True)
+            return self._guarded(
+                lambda: save_weights(directory, parts.model, parts.optimizer, parts.ema), required=True
+            )
         return None
 
     def close(self, error: BaseException | None) -> None:

@@ -7,19 +7,22 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..core.files import replacing
 from ..distributed.comm import by_first, process_rank
 from ..optim.ema import Ema
+from ..optim.modes import weights_to_use
 from ..tensors.sharded import full_tensor, is_sharded
 
 
-def save_weights(directory: Path, model: nn.Module, ema: Ema | None) -> None:
+def save_weights(directory: Path, model: nn.Module, optimizer: Optimizer, ema: Ema | None) -> None:
     """Write `final.safetensors`, and `final_ema.safetensors` when there is a moving average.
 
     They load without safetrain: `safetensors.torch.load_model(model, path)`. Every process must call it; rank 0 writes.
     """
-    _save(model, directory / "final.safetensors")
+    with weights_to_use(optimizer):
+        _save(model, directory / "final.safetensors")
     if ema is not None:
         with ema.swapped_in():
             _save(model, directory / "final_ema.safetensors")

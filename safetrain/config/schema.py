@@ -16,8 +16,9 @@ Target = dict[str, Any]
 class DataConfig:
     train: Target | None = field(default=None, metadata=target())
     """Training data: the `_target_` of a Dataset, a DataLoader, or anything that can be iterated over repeatedly."""
-    eval: Target | None = field(default=None, metadata=target())
-    """Evaluation data; without it nothing is evaluated."""
+    eval: Target | None = field(default=None, metadata={**target(), "by_name": True})
+    """Evaluation data; without it nothing is evaluated. Several sets by name, each a `_target_` of its own, give metrics like
+    `test/loss`; `loop.monitor` without a name is that of the first."""
     batch_size: int = option(32, ge=1)
     """Samples per micro-batch, for data given as a Dataset."""
     shuffle: bool = True

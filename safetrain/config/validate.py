@@ -82,6 +82,12 @@ def _value(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
 
 def _target(node: Node, field: Field, path: KeyPath, problems: Problems) -> Node:
     own: dict[str, Node] = {}
+    if field.metadata.get("by_name") and isinstance(node.value, dict) and node.value and TARGET not in node.value:
+        children = node.value.items()
+        if all(isinstance(child.value, dict) and TARGET in child.value for _, child in children):
+            return dataclasses.replace(
+                node, value={name: check_target(child, (*path, name), problems) for name, child in children}
+            )
     if isinstance(node.value, dict):
         own = {key: child for key, child in node.value.items() if key in field.metadata["own"]}
         for key, child in own.items():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from .files import as_number, plain
 from .numbers import amount, exact
+from .verdict import Action, Decision
+from .view import StepView
 
 SCHEMA = 1
 STATE_AUDIT = "audit"
@@ -207,6 +210,17 @@ CONSEQUENCE_FOR_STATE = {
     "rollback": "the state after this step is bad; rolled back to a good one",
     "stop": "the state after this step is bad and was not saved; the run is stopped",
 }
+
+
+def incident_of(view: StepView, decision: Decision, rank: int = 0) -> Incident:
+    """An incident with what is known at once: who refused the step, and why."""
+    guard, verdict = next(
+        ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence),
+        decision.decisive,
+    )
+    trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=rank)
 
 
 def restore_numbers(incident: Incident) -> None:

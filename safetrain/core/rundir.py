@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -19,11 +21,13 @@ def holds_run(path: str | Path) -> list[str]:
     return [name for name in (CONFIG, JOURNAL, SUMMARY) if (Path(path) / name).exists()]
 
 
-def create_run_dir(asked: str | Path | None, name: str) -> Path:
-    """Make the directory asked for, or `runs/<name>-<time>` below the current one."""
+def create_run_dir(asked: str | Path | bool | None, name: str) -> Path:
+    """Make the directory asked for, or `runs/<name>-<time>` below the current one; False: a temporary one, for `remove_run_dir`."""
+    if asked is False:
+        return Path(tempfile.mkdtemp(prefix="safetrain-"))
     try:
         if asked is not None:
-            path = Path(asked)
+            path = Path(str(asked))
             path.mkdir(parents=True, exist_ok=True)
             if held := holds_run(path):
                 raise RunDirectoryError(
@@ -50,9 +54,14 @@ def create_run_dir(asked: str | Path | None, name: str) -> Path:
         ) from error
 
 
-def existing_run_dir(asked: str | Path | None) -> Path:
+def remove_run_dir(path: Path) -> None:
+    """A temporary one."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def existing_run_dir(asked: str | Path | bool | None) -> Path:
     """The directory of a run to go on with."""
-    if asked is None:
+    if asked is None or isinstance(asked, bool):
         raise RunDirectoryError(
             "to resume, the run's directory must be known.\nTo fix: give it (--out DIR, or run_dir=… of the trainer)."
         )

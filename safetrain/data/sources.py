@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from .._private.dataloader import sampling
 from ..config.schema import DataConfig
 from ..distributed.comm import gather
 from ..errors import DataError
 from ..tensors.rng import RandomState, undisturbed_rng
+from .indices import LoaderIndices
 from .kinds import check_kind
 from .sampler import ResumableBatchSampler
 from .unreadable import Unreadable, open_collate
@@ -32,10 +30,6 @@ SAME_SETTINGS = (
     "prefetch_factor",
 )
 """What a DataLoader that loads other indices of a data set has of the first one."""
-
-
-MOST_REMEMBERED = 1024
-"""Batches of a DataLoader whose indices are remembered: more than one that is prefetched ever waits."""
 
 
 class Source:
@@ -219,15 +213,10 @@ class LoaderSource(IterableSource):
 
     def __init__(self, data: DataLoader[Any]) -> None:
         super().__init__(data)
-        self._ids: OrderedDict[int, array[int]] = OrderedDict()
-        """Of the batches that were asked for lately, by their position."""
-        self._left_out: Set[int] = frozenset()
-        self._left_out_next: set[int] = set()
-        has_batches = data.batch_sampler is not None and hasattr(data.dataset, "__getitem__")
-        self._recording = sampling(data, _Recording(self)) if has_batches else None
+        self._own_indices = LoaderIndices(data)
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
-        self._begin(position)
+        self._own_indices.begin(position)
         return super().open(epoch, position)
 
     def open_shard(
@@ -235,46 +224,23 @@ class LoaderSource(IterableSource):
     ) -> Iterator[Any]:
         """Like `open` at position `first`, but loads only what `shard` selects of the indices from there on: its batches are
         counted from `position`."""
-        self._begin(first)
+        self._own_indices.begin(first)
         with self._random_state_of_epoch(epoch, first):
             indices = self._indices(first)
-        return self._load(self.recorded(shard(indices), position))
-
-    def _begin(self, position: int) -> None:
-        self._ids.clear()
-        if position == 0:
-            self._left_out = frozenset(self._left_out_next)
+        return self._load(self._own_indices.recorded(shard(indices), position))
 
     def ids(self, position: int) -> Sequence[int] | None:
-        return self._ids.get(position)
+        return self._own_indices.at(position)
 
     def leave_out(self, ids: Iterable[int]) -> None:
-        self._left_out_next.update(ids)
-
-    def kept(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches of indices, without the samples that are left out."""
-        for batch in batches:
-            if not self._left_out or not isinstance(batch, list):
-                yield batch
-            elif kept := [index for index in batch if index not in self._left_out]:
-                yield kept
-
-    def recorded(self, batches: Iterable[Any], position: int = 0) -> Iterator[Any]:
-        """The same batches of indices, remembered for `ids`."""
-        for place, batch in enumerate(batches, position):
-            if isinstance(batch, list) and all(isinstance(index, int) for index in batch):
-                self._ids[place] = array("q", batch)
-                if len(self._ids) > MOST_REMEMBERED:
-                    self._ids.popitem(last=False)
-            yield batch
+        self._own_indices.leave_out(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        left_out = {"left_out": sorted(self._left_out), "left_out_next": sorted(self._left_out_next)}
-        return {**super().state_dict(), **left_out}
+        return {**super().state_dict(), **self._own_indices.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._left_out, self._left_out_next = frozenset(state.get("left_out", ())), set(state.get("left_out_next", ()))
+        self._own_indices.load_state_dict(state)
 
     def num_batches(self) -> int | None:
         try:
@@ -284,15 +250,17 @@ class LoaderSource(IterableSource):
 
     def _open_at(self, position: int) -> Iterator[Any]:
         if position:
-            return self._load(self.recorded(self._indices(position), position))
-        return iter(self.data if self._recording is None else self._recording)
+            return self._load(self._own_indices.recorded(self._indices(position), position))
+        return iter(self.data if self._own_indices.loader is None else self._own_indices.loader)
 
     def _indices(self, position: int) -> Iterator[Any]:
         """What the sampler yields from that position on."""
         loader = self.data
         # DataLoader's iterator draws its base seed first; the sampler may draw its own seed after it.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return _skip(self.kept(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), position)
+        return _skip(
+            self._own_indices.kept(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), position
+        )
 
     def _load(self, indices: Iterator[Any]) -> Iterator[Any]:
         loader = self.data
@@ -310,20 +278,6 @@ class LoaderSource(IterableSource):
             if sampler is not None and not type(sampler).__module__.startswith("torch.")
         ]
         return [*order, *([WORKERS] if self.data.num_workers else [])]
-
-
-class _Recording(Sampler[Any]):
-    """A loader's own batch sampler, whose batches the source remembers."""
-
-    def __init__(self, source: LoaderSource) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        source = self._source
-        return source.recorded(source.kept(source.data.batch_sampler))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self._source.data.batch_sampler)  # type: ignore[arg-type]
 
 
 class _IteratorSampler(Sampler[Any]):

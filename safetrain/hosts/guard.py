@@ -153,7 +153,7 @@ class LoopGuard:
     def _opened(self, run_dir: str | Path | None, rank: int) -> Session:
         step, config = self._step, self.config
         run = step.exchange.run = Run(config, run_dir, rank, False, step.history)
-        evaluation = Evaluation(None, config.loop, step, self.loss_fn, None)
+        evaluation = Evaluation({}, config.loop, step, self.loss_fn, None)
         extra = list(modules_behind(self.loss_fn)) if self.recorder is None else []
         self._stack.enter_context(run.recorded(notes_signals=False))
         self._stack.enter_context(step.exchange.session(step))

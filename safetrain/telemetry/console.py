@@ -74,6 +74,8 @@ class Console(Sink):
         self._say(f"{head}; guards: {guards}", "bold")
         if about.get("resumed") is not None:
             self._say(f"resumed: {about['resumed']}", "bold")
+        if about["run_dir"] is None:
+            return self._say("no run directory: nothing is written")
         self._run_dir = Path(as_typed(str(about["run_dir"])))
         self._say(f"run directory: {self._run_dir}")
 

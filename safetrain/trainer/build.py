@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import DistNetworkError
 from torch.optim import Optimizer
 
+from ..config import load_config
 from ..config.schema import Config, LoopConfig
 from ..config.targets import import_target, instantiate_loss
 from ..core.loss import LossFn, adapt_loss
@@ -31,6 +32,19 @@ from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
 from ..tensors.sharded import is_sharded
 from .fsdp import keep_sharded, shard_model
+
+
+def load_for(config: Any, run_dir: Any) -> Config:
+    """The config of a run; with `run_dir=False`, one that writes nothing."""
+    loaded = load_config(config)
+    if run_dir is True:
+        raise UsageError(
+            "run_dir=True is no directory.\nTo fix: give a path, None for a new one below runs/, or False for none."
+        )
+    if run_dir is False:
+        loaded.checkpoint.enabled = loaded.checkpoint.save_final = loaded.logging.tensorboard = False
+        loaded.forensics.max_incidents = 0
+    return loaded
 
 
 def open_machine(config: Config) -> Machine:
@@ -107,8 +121,8 @@ def _separate_random_streams(rank: int) -> None:
 
 def open_data(
     train: Any, evaluation: Any, config: Config, machine: Machine, are_built: bool
-) -> tuple[BatchStream, BatchStream | None]:
-    """Streams over the training and the evaluation data, which is read whole, in its order, on every rank. `are_built`: by
+) -> tuple[BatchStream, dict[str, BatchStream]]:
+    """Streams over the training and the evaluation data by name (one without a name is ""), which is read whole, in its order, on every rank. `are_built`: by
     `build_data`, which may return both."""
     if are_built and isinstance(train, tuple) and len(train) == 2:
         train, built = train
@@ -116,10 +130,13 @@ def open_data(
     data, seed = config.data, config.seed or 0
     rank, world_size, device = machine.rank, machine.world_size, machine.device
     stream = open_stream(train, data, shuffle=data.shuffle, seed=seed, device=device, rank=rank, world_size=world_size)
-    if evaluation is None:
-        return stream, None
     whole = dataclasses.replace(data, drop_last=False)
-    return stream, open_stream(evaluation, whole, shuffle=False, seed=seed, device=device, what="evaluation data")
+    streams = {}
+    for name, each in (evaluation if type(evaluation) is dict else {"": evaluation}).items():
+        if each is not None:
+            what = f"evaluation data {name!r}" if name else "evaluation data"
+            streams[str(name)] = open_stream(each, whole, shuffle=False, seed=seed, device=device, what=what)
+    return stream, streams
 
 
 def build_guards(options: Mapping[str, Any], extra: Iterable[Guard] = ()) -> list[Guard]:

@@ -47,7 +47,26 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_scheduler(scheduler: Any, evaluates: bool) -> None:
+def check_keywords(unnamed: tuple[Any, ...]) -> None:
+    if unnamed:
+        kinds = ", ".join(type(each).__name__ for each in unnamed)
+        raise UsageError(
+            f"SafeTrainer takes only the model without a name, and was given {kinds} too.\n"
+            "To fix: SafeTrainer(model, loss_fn=…, optimizer=…, train_data=…)."
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer, evaluates: bool) -> None:
+    if isinstance(scheduler, type):
+        raise UsageError(
+            f"scheduler is the class {scheduler.__name__}, not an instance of it.\nTo fix: pass {scheduler.__name__}(optimizer, …)."
+        )
+    moved = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if isinstance(moved, list) and not any(group is own for group in moved for own in optimizer.param_groups):
+        raise UsageError(
+            f"{type(scheduler).__name__} was made for another optimizer than the one that is stepped, whose rate it would never change.\n"
+            "To fix: make it from the optimizer that you pass (or define build_scheduler(self, optimizer))."
+        )
     if isinstance(scheduler, ReduceLROnPlateau) and not evaluates:
         raise UsageError(
             "ReduceLROnPlateau follows loop.monitor of the evaluations, and there is no evaluation data: it would never be stepped.\n"

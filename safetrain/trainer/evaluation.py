@@ -24,6 +24,7 @@ from ..data.stream import BatchStream
 from ..distributed.comm import Link
 from ..errors import DataError, LossError, UsageError
 from ..guards.modes import watched_evaluation
+from ..optim.modes import weights_to_use
 from ..step.step import Step
 from ..tensors.devices import wide
 from ..tensors.nest import num_samples
@@ -52,13 +53,13 @@ class Evaluation:
 
     def __init__(
         self,
-        stream: BatchStream | None,
+        streams: Mapping[str, BatchStream],
         loop: LoopConfig,
         step: Step,
         evaluation_step: Callable[[nn.Module, Any], Any],
         link: Link | None,
     ) -> None:
-        self.stream, self._loop, self._step, self._link = stream, loop, step, link
+        self.streams, self._loop, self._step, self._link = dict(streams), loop, step, link
         self.evaluation_step = evaluation_step
         self.monitor = loop.monitor
         self.unlogged: list[str] | None = None
@@ -76,40 +77,51 @@ class Evaluation:
         started: bool = False,
     ) -> bool:
         """`evaluated_at`: committed steps at the last evaluation."""
-        if self.stream is not None and started:
+        if self.streams and started:
             return num_steps == 0 and self._loop.eval_at_start
-        if self.stream is None or num_steps == evaluated_at:
+        if not self.streams or num_steps == evaluated_at:
             return False
         every = self._loop.eval_every
         return run_ended or (epoch_ended if every is None else num_steps // every > evaluated_at // every)
 
     def run(self, result: FitResult) -> tuple[dict[str, float], bool]:
         """The metrics, and whether they are the best so far. Leaves no trace in the training state."""
-        step, stream = self._step, self.stream
-        assert stream is not None
-        with step.ema.swapped_in() if step.ema else nullcontext():
+        step = self._step
+        metrics: dict[str, float] = {}
+        with weights_to_use(step.optimizer, step.ema):
             step.transaction.begin()
             try:
                 step.exchange.begin()  # every rank evaluates the same model
-                metrics = evaluate(step.model, self._evaluate_batch, stream, self._link)
+                for name, stream in self.streams.items():
+                    found = evaluate(step.model, self._evaluate_batch, stream, self._link)
+                    metrics |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
             finally:
                 step.transaction.restore()
         for text in note_warnings(result, self._findings, step.index):
             logging.getLogger("safetrain").warning("%s", text)
         self._findings = []
+        self._name_monitored(metrics)
         is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
         return metrics, is_best
 
     def try_out(self) -> None:
         """Evaluate one batch, so that a mistake raises now. Nothing of it is kept, and the data begins where it was."""
-        stream = self.stream
-        if (
-            stream is None
-            or not self._loop.eval_check
-            or stream.source.one_shot
-            or isinstance(stream.source, StatefulSource)
-        ):
-            return
+        metrics: dict[str, float] = {}
+        for name, stream in self.streams.items() if self._loop.eval_check else ():
+            if stream.source.one_shot or isinstance(stream.source, StatefulSource):
+                return
+            metrics |= {f"{name}/{key}" if name else key: 0.0 for key in self._try_one(stream)}
+        if metrics:
+            self._name_monitored(metrics)
+            is_better(metrics, None, self._loop.monitor, self._loop.monitor_mode)
+
+    def _name_monitored(self, metrics: dict[str, float]) -> None:
+        """Of several sets the first one's metric is also known without its name, if that is the one to monitor."""
+        monitor, first = self._loop.monitor, next(iter(self.streams), "")
+        if first and monitor not in metrics and f"{first}/{monitor}" in metrics:
+            metrics[monitor] = metrics[f"{first}/{monitor}"]
+
+    def _try_one(self, stream: BatchStream) -> Iterable[str]:
         step, source, belongings = self._step, stream.source.state_dict(), _belongings(self.evaluation_step)
         step.transaction.begin()
         try:
@@ -122,8 +134,7 @@ class Evaluation:
             stream.restart()
             stream.source.load_state_dict(source)
         _check_names(metrics)
-        if metrics:
-            is_better(dict.fromkeys(metrics, 0.0), None, self._loop.monitor, self._loop.monitor_mode)
+        return metrics
 
     def why_stop(self, evaluations: Sequence[Mapping[str, float]]) -> str | None:
         """Why the run should end, if `loop.patience` is at its end."""

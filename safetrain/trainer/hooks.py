@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ..config.schema import Config
 from ..config.targets import instantiate
+from ..config.tree import TARGET
 from ..core.incident import Incident
 from ..core.loss import LossFn
 from ..core.protocols import check_hooks
@@ -55,7 +56,9 @@ class TrainerHooks:
             raise UsageError(
                 "there is no training data.\nTo fix: pass train_data=…, set `data.train` in the config, or define build_data."
             )
-        return instantiate(data.train), None if data.eval is None else instantiate(data.eval)
+        if data.eval is None or TARGET in data.eval:
+            return instantiate(data.train), None if data.eval is None else instantiate(data.eval)
+        return instantiate(data.train), {name: instantiate(node) for name, node in data.eval.items()}
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer, when none was passed."""

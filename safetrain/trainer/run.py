@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,18 @@ from ..config.schema import Config
 from ..core import endings, ownership
 from ..core.containment import reported_to
 from ..core.files import to_json, write_text
-from ..core.incident import Cause, Incident, Outcome, Trigger
+from ..core.incident import Cause, Incident, Outcome, incident_of
 from ..core.result import FitResult
-from ..core.rundir import CHECKPOINTS, CONFIG, SUMMARY, RunLock, create_run_dir, existing_run_dir, holds_run
+from ..core.rundir import (
+    CHECKPOINTS,
+    CONFIG,
+    SUMMARY,
+    RunLock,
+    create_run_dir,
+    existing_run_dir,
+    holds_run,
+    remove_run_dir,
+)
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
 from ..distributed.comm import by_first
@@ -51,7 +59,7 @@ class Run:
     def __init__(
         self,
         config: Config,
-        asked_dir: str | Path | None,
+        asked_dir: str | Path | bool | None,
         rank: int,
         resume: bool | str = False,
         history: History | None = None,
@@ -76,13 +84,13 @@ class Run:
         """What came before this process, until its first step is committed."""
         self._seconds_before = 0.0
         self._notes: list[str] = []
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
         self._wrote_config = False
         self.shared_dir: Path
         """The run's directory, also for processes that do not write into it by themselves."""
         if is_written:
             self._open_dir(asked_dir, resume)
-        self.result = FitResult(run_dir=self._named_dir)
+        self.result = FitResult(run_dir=None if asked_dir is False else self._named_dir)
         self.signal: int | None = None
         """The signal that asked the run to end, if one did."""
         self.stop_reason: str | None = None
@@ -91,7 +99,7 @@ class Run:
         """Committed steps at the last evaluation; fewer after a rollback to before it."""
         self._losses = array("d")
 
-    def _open_dir(self, asked: str | Path | None, resume: bool | str) -> None:
+    def _open_dir(self, asked: str | Path | bool | None, resume: bool | str) -> None:
         """Of several processes the first owns the directory; all go on from the same checkpoint, or all raise."""
         try:
             self._named_dir, self.shared_dir, resume = by_first(lambda: self._claim_dir(asked, resume))
@@ -107,11 +115,11 @@ class Run:
             self._release()
             raise
 
-    def _claim_dir(self, asked: str | Path | None, resume: bool | str) -> tuple[Path, Path, bool]:
+    def _claim_dir(self, asked: str | Path | bool | None, resume: bool | str) -> tuple[Path, Path, bool]:
         if resume not in (False, True, "auto", "force"):
             raise UsageError(f"resume must be False, True, 'auto' or 'force', not {resume!r}.")
         if resume == "auto":
-            resume = asked is not None and bool(holds_run(asked))
+            resume = isinstance(asked, (str, Path)) and bool(holds_run(asked))
         named = self._named_dir = existing_run_dir(asked) if resume else create_run_dir(asked, self.config.name)
         self.dir = named.absolute()  # user code may change the working directory
         self._lock = RunLock(self.dir)
@@ -178,12 +186,12 @@ class Run:
             about["resumed"] = f"from {self.resumed.path.name}, {self.resumed.manifest.num_committed} steps committed"
         self.telemetry.started(about)
         for note in (*self._notes, *private_notes(self.config), *notes):
-            self.telemetry.noted(note)
+            self.say_once(note)
 
-    def warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            self.warn(text)
+    def say_once(self, text: str, is_warning: bool = False) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            (self.warn if is_warning else self.telemetry.noted)(text)
 
     def warn(self, text: str) -> None:
         """In the log, and to all sinks, so that it is seen without a console too."""
@@ -272,9 +280,8 @@ class Run:
 
     def trail(self) -> int:
         """A checksum of everything decided so far."""
-        result = self.result
-        record = (self.step, self.num_refusals, result.steps, result.skipped, result.rollbacks, result.final_loss)
-        return zlib.crc32(repr(record).encode())
+        r = self.result
+        return zlib.crc32(repr((self.step, self.num_refusals, r.steps, r.skipped, r.rollbacks, r.final_loss)).encode())
 
     def saving(self) -> None:
         """A checkpoint is about to be written, and goes with the files of the record as they are now."""
@@ -308,6 +315,8 @@ class Run:
                 self.warn(f"the summary could not be written: {error}")
             self.telemetry.finished(self.result)
             self._release()
+            if self.result.run_dir is None and self.dir is not None:  # a temporary one
+                remove_run_dir(self.dir)
 
     def _asked_to_end(self, signum: int) -> None:
         is_shown = self.rank == 0 and self.config.logging.console != "off"
@@ -334,14 +343,7 @@ class Run:
 
     def open_incident(self, view: StepView, decision: Decision) -> Incident:
         """An incident with what is known at once: who refused the step, and why."""
-        guard, verdict = next(
-            ((g, v) for g, v in decision.by_severity() if v.action > Action.COMMIT and "signal" in v.evidence),
-            decision.decisive,
-        )
-        trigger = Trigger(guard, str(verdict.evidence.get("signal", "")), verdict.evidence.get("value"))
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        incident = Incident(view.step, now, trigger, Outcome(str(decision.action), decision.reasons), rank=self.rank)
-        return explained_by_findings(incident, decision)
+        return explained_by_findings(incident_of(view, decision, self.rank), decision)
 
     def close_incident(self, case: RefusedStep) -> None:
         """Record what was done about a refused step; keep and report its incident."""
@@ -366,8 +368,7 @@ class Run:
         self.result.incidents.append(incident)
         if self.dir is not None and incident.path is not None:
             try:
-                directory = self.dir / incident.path
-                bundle.write_report(directory, incident)
+                bundle.write_report(directory := self.dir / incident.path, incident)
                 from ..report import write_incident_page  # only a run with incidents pays for the import
 
                 write_incident_page(directory, incident)
@@ -392,9 +393,8 @@ class Run:
         self.telemetry.rolled_back(to_step, num_committed, source)
 
     def evaluated(self, metrics: Mapping[str, float], is_best: bool) -> None:
-        record = {"step": self.step, **metrics}
         self.evaluated_at = self.result.steps
-        self.result.evaluations.append(record)
+        self.result.evaluations.append(record := {"step": self.step, **metrics})
         if is_best:
             self.result.best = record
         self.telemetry.evaluated(record, is_best)

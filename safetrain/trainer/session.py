@@ -21,6 +21,7 @@ from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
 from ..errors import CheckpointError, DeviceLost, Interrupted, TrainingStopped
 from ..optim.forecast import doubt
+from ..optim.modes import train_mode
 from ..recovery import Ladder, RefusedStep
 from ..recovery.recovery import Recovery
 from ..step.deferred import Deferral
@@ -32,6 +33,7 @@ from ..tensors.rng import RandomState
 from .evaluation import Evaluation
 from .hangs import watching_for_hangs
 from .hooks import TrainerHooks
+from .notes import notes_about, said_of_untrained, untrained
 from .rescue import rescuing
 from .run import Run
 
@@ -48,7 +50,7 @@ class Progress:
         exchange = self._step.exchange
         return {
             "data": self._stream.state_dict(),
-            "eval_epoch": 0 if self._evaluation.stream is None else self._evaluation.stream.epoch,
+            "eval_epoch": max((stream.epoch for stream in self._evaluation.streams.values()), default=0),
             "evaluated_at": self._run.evaluated_at,
             "run": self._run.state_dict(),
             "ladder": self.recovery.ladder.state_dict(),
@@ -63,8 +65,8 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state["data"])
-        if self._evaluation.stream is not None:
-            self._evaluation.stream.epoch = state["eval_epoch"]
+        for stream in self._evaluation.streams.values():
+            stream.epoch = state["eval_epoch"]
         self._run.evaluated_at = state["evaluated_at"]
         self._run.load_state_dict(state["run"])
         _note_resume(self._run)
@@ -105,6 +107,12 @@ class Session:
             return self.run.stepped(view, decision, "overflow")
         self.recovery.repairs.last_good.committed(self.step.transaction.window_before(window), view.loss)
         self.run.stepped(view, decision, "commit")
+        if self.step.schedule.is_stepped_elsewhere:
+            self.run.say_once(
+                f"something else steps {type(self.step.schedule.scheduler).__name__} too, so its rates go by faster than meant; "
+                "leave scheduler.step() to the trainer",
+                is_warning=True,
+            )
         self.call(self.listener.on_commit, view)
 
     def evaluate_if_due(
@@ -117,7 +125,7 @@ class Session:
     ) -> None:
         """Evaluate, and end the run if `loop.patience` is at its end. `settle` is called before, `save` if the evaluation raises."""
         run, result, step = self.run, self.run.result, self.step
-        if evaluation.stream is None:
+        if not evaluation.streams:
             return
         if evaluation.is_due(result.steps + step.num_pending, run.evaluated_at, **moment):
             settle()  # some of the pending steps may turn out to have been refused
@@ -136,6 +144,11 @@ class Session:
         self.call(hook, dict(result.evaluations[-1]))
         run.stop_reason = run.stop_reason or evaluation.why_stop(result.evaluations)
 
+    def epoch_ended(self, hook: Hook, epoch: int) -> None:
+        self.call(hook, epoch)
+        if names := untrained(self.step.model, self.step.optimizer):
+            self.run.say_once(said_of_untrained(names))
+
     def call(self, hook: Hook, *arguments: Any) -> None:
         """Call a hook of the user's. A model that it leaves in eval mode is put back: the rest of the run would train like that."""
         if getattr(hook, "__func__", None) in UNUSED:
@@ -146,7 +159,7 @@ class Session:
         if modes is not None and not model.training:
             transaction.restore_modes(modes)
             name = getattr(hook, "__name__", type(hook).__name__)
-            self.run.warn_once(f"{name} left the model in eval mode; it was put back into train mode")
+            self.run.say_once(f"{name} left the model in eval mode; it was put back into train mode", is_warning=True)
 
     def save_after(self, error: Exception, settle: Callable[[], object]) -> None:
         """Save what was learned before an exception, so that a resume goes on with the step that it ended. `settle`: called before."""
@@ -228,13 +241,14 @@ def open_session(
         stack.callback(stream.close)
         run.telemetry.activity = activity = step.exchange.watchdog.activity
         stream.watched_by(activity, STEP)
-        if evaluation.stream is not None:
-            evaluation.stream.watched_by(activity, BATCH)
+        for each in evaluation.streams.values():
+            each.watched_by(activity, BATCH)
         stack.enter_context(watching_for_hangs(run, step.exchange, config.loop))
         stack.callback(recovery.report_changes)
         if config.loop.deterministic:
             stack.enter_context(deterministic_algorithms())
         stack.enter_context(step.guards.attached(step.model))
+        train_mode(step.optimizer)
         step.include(auxiliary_modules)
         step.history.total_steps = total_steps(config, stream)
         step.clear_gradients()
@@ -251,13 +265,14 @@ def open_session(
             "precision": step.precision.name,
             "world_size": step.exchange.world_size,
             "guards": [guard.name for guard in step.guards],
-            "run_dir": run.dir,
+            "run_dir": run.result.run_dir,
             "total_steps": step.history.total_steps,
         }
         caveats = stream.caveats() if config.checkpoint.enabled else []
         if run.resumed is None:
             _note_resume(run)
-        run.started(about, [*caveats, *_about_schedule(config, step, stream, run)])
+        odd = notes_about(step.model, step.optimizer, stream.source, auxiliary_modules)
+        run.started(about, [*caveats, *odd, *_about_schedule(config, step, stream, run)])
         if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
             every = config.logging.histograms_every
             stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config import load_config
 from ..core.loss import LossFn
 from ..core.result import FitResult
 from ..core.verdict import Action, Verdict
@@ -57,7 +56,7 @@ class SafeTrainer(TrainerHooks):
     def __init__(
         self,
         model: nn.Module | None = None,
-        *,
+        *unnamed: Any,
         loss_fn: LossFn | None = None,
         optimizer: Optimizer | None = None,
         train_data: Any = None,
@@ -66,14 +65,16 @@ class SafeTrainer(TrainerHooks):
         scheduler_every: str | None = None,
         config: Any = None,
         guards: Iterable[Guard] | None = None,
-        run_dir: str | Path | None = None,
+        run_dir: str | Path | bool | None = None,
     ) -> None:
         """Parts that are not given come from the `build_*` hooks, which by default follow the config.
 
         `guards` are added to those of the config; one with the same name takes its place. The run directory is made by
-        `fit`, below `runs/` unless `run_dir` says where.
+        `fit`, below `runs/` unless `run_dir` says where; with `run_dir=False` nothing is written. `eval_data` may be a dict of
+        evaluation data by name.
         """
-        self.config, self._run_dir = load_config(config), run_dir
+        checks.check_keywords(unnamed)
+        self.config, self._run_dir = build.load_for(config, run_dir), run_dir
         loop = self.config.loop
         self.machine = build.open_machine(self.config)
         self.model = self.build_model() if model is None else model
@@ -86,8 +87,8 @@ class SafeTrainer(TrainerHooks):
         checks.check_optimizer(self.model, self.optimizer)
         self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
         given = self.build_data() if train_data is None else train_data
-        self.stream, eval_stream = build.open_data(given, eval_data, self.config, self.machine, train_data is None)
-        checks.check_scheduler(self.scheduler, eval_stream is not None)
+        self.stream, evaluated = build.open_data(given, eval_data, self.config, self.machine, train_data is None)
+        checks.check_scheduler(self.scheduler, self.optimizer, bool(evaluated))
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
         self.ladder = Ladder(self.config.recovery)
         self.stepper = Step(
@@ -101,7 +102,7 @@ class SafeTrainer(TrainerHooks):
             exchange=build.open_exchange(self.machine),
             called=called,
         )
-        self.evaluation = Evaluation(eval_stream, loop, self.stepper, self.evaluation_step, self.machine.link)
+        self.evaluation = Evaluation(evaluated, loop, self.stepper, self.evaluation_step, self.machine.link)
         self._run: Run | None = None
 
     # ---- the loop ----------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class SafeTrainer(TrainerHooks):
 
     def _end_epoch(self) -> None:
         self._settle()
-        self._session.call(self.on_epoch_end, self.stream.epoch)
+        self._session.epoch_ended(self.on_epoch_end, self.stream.epoch)
         self.stream.next_epoch()
         self.run.result.epochs += 1
         self.stepper.schedule.epoch_ended()

@@ -1,0 +1,85 @@
+"""What is odd about the parts of a run although it may be meant: said at the start, with names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ..core.numbers import listed
+from ..data.sources import MapSource, Source
+
+
+def notes_about(model: nn.Module, optimizer: Optimizer, source: Source, auxiliary: Iterable[nn.Module]) -> list[str]:
+    return [
+        *_untrained(model, optimizer, auxiliary),
+        *_unregistered(model, optimizer),
+        *_batch_of_one(model, source),
+        *_samples_for_batches(source),
+    ]
+
+
+def untrained(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the parameters that want a gradient and are not in the optimizer."""
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
+
+
+def said_of_untrained(names: list[str]) -> str:
+    return (
+        f"{listed(names)} of the model {'wants' if len(names) == 1 else 'want'} a gradient but {'is' if len(names) == 1 else 'are'} not in the "
+        "optimizer, so training leaves them as they are; give them to the optimizer (optimizer.add_param_group), or set requires_grad=False"
+    )
+
+
+def _untrained(model: nn.Module, optimizer: Optimizer, auxiliary: Iterable[nn.Module]) -> Iterator[str]:
+    if names := untrained(model, optimizer):
+        yield said_of_untrained(names)
+    for module in auxiliary:
+        if names := untrained(module, optimizer):
+            yield f"of {type(module).__name__}, next to the model: {said_of_untrained(names)}"
+
+
+def _unregistered(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """Modules in plain lists and dicts: PyTorch does not see their parameters."""
+    known = set(model.modules())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            lost = [item for item in items if isinstance(item, nn.Module) and item not in known]
+            if lost and any(True for item in lost for _ in item.parameters()):
+                kind, holder = type(value).__name__, "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
+                where = f"{path}.{name}" if path else name
+                yield (
+                    f"{where} is a plain {kind} of {len(lost)} modules ({type(lost[0]).__name__}), whose parameters are neither trained, moved to the "
+                    f"device nor saved; make it an {holder}"
+                )
+
+
+def _batch_of_one(model: nn.Module, source: Source) -> Iterator[str]:
+    if not isinstance(source, MapSource):
+        return
+    sampler = source.sampler
+    left = sampler.length % sampler.batch_size if sampler.world_size == 1 and not sampler.drop_last else 0
+    if left == 1 and sampler.batch_size > 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+        yield (
+            f"the last batch of an epoch has a single sample ({sampler.length} samples in batches of {sampler.batch_size}), for which BatchNorm "
+            "has no variance and raises; set data.drop_last=true"
+        )
+
+
+def _samples_for_batches(source: Source) -> Iterator[str]:
+    data = getattr(source, "data", None)
+    if type(data) is not list or not data or not isinstance(data[0], (tuple, list)) or len(data[0]) != 2:
+        return
+    last = data[0][1]
+    if isinstance(last, (int, float)) or getattr(last, "ndim", None) == 0:
+        yield (
+            f"the data is a list of {len(data)} pairs whose second part is a single number: they are taken as batches, as they are; if they are "
+            "samples, pass torch.utils.data.DataLoader(data, batch_size=…, shuffle=True)"
+        )
