@@ -81,7 +81,7 @@ def in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _probe_batch_sampler() -> bool:
-    loader: DataLoader[Any] = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(list(range(4)), batch_size=2, generator=torch.Generator())  # type: ignore[arg-type]
     return [batch.tolist() for batch in _sampling(loader, [[3, 1], [0]])] == [[3, 1], [0]]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from .._private.modules import batch_norms
 from ..core.numbers import listed
 from ..data.sources import MapSource, Source
 
@@ -66,7 +66,11 @@ def _batch_of_one(model: nn.Module, source: Source) -> Iterator[str]:
         return
     sampler = source.sampler
     left = sampler.length % sampler.batch_size if sampler.world_size == 1 and not sampler.drop_last else 0
-    if left == 1 and sampler.batch_size > 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+    if (
+        left == 1
+        and sampler.batch_size > 1
+        and any(isinstance(m, batch_norms()) and m.training for m in model.modules())
+    ):
         yield (
             f"the last batch of an epoch has a single sample ({sampler.length} samples in batches of {sampler.batch_size}), for which BatchNorm "
             "has no variance and raises; set data.drop_last=true"

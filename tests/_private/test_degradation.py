@@ -221,6 +221,13 @@ def test_a_loader_keeps_its_workers():
         assert dataloader.in_this_process(loader) is loader
 
 
+def test_samples_of_a_loader_have_no_index():
+    loader = DataLoader(range(4), batch_size=2)
+    assert dataloader.sampling(loader, [[3]]) is not None
+    with feature.without("loader_indices"):
+        assert dataloader.sampling(loader, [[3]]) is None
+
+
 def test_memory_goes_back_to_the_system():
     with feature.without("keep_memory"):
         assert not allocator.keep_freed_memory()
