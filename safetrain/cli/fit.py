@@ -10,7 +10,7 @@ import click
 
 from .._private.allocator import keep_freed_memory
 from ..core import containment
-from ..distributed.launch import record_failure
+from ..distributed.launch import end_with_launcher, record_failure
 from ..errors import ConfigError, NonFiniteError, SafetrainError
 from .flags import config_arguments
 from .main import ARGUMENTS, EXIT_INCIDENTS, EXIT_USER_EXCEPTION
@@ -97,6 +97,7 @@ def train_and_report(config: Config, out: str | None, strict: bool, resume: bool
     """Train; returns the exit code, and says where an exception of the user's code came from."""
     # Exceptions are handled here and not by click, which would take an EOFError of a data set for Ctrl-D.
     progress = Progress()
+    end_with_launcher()
     containment.strict = containment.strict or strict
     try:
         result = progress.train(config, out, resume)

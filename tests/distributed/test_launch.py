@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -68,6 +69,27 @@ def started(project, *command, timeout=150):
     return subprocess.run(
         [sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+def test_ranks_end_when_their_launcher_is_killed():
+    """Also before they have found each other: what waits there listens to nobody."""
+    rank = "from safetrain.distributed.launch import end_with_launcher as e; e(); print(flush=True); import time; time.sleep(60)"
+    launcher = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {rank!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TORCHELASTIC_RUN_ID": "1"}
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        handle = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+        ended = select.select([handle], [], [], 30.0)[0]
+        os.close(handle)
+    assert ended
 
 
 def test_nproc_trains_with_one_log_per_rank_and_one_journal(project):
