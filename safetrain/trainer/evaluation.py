@@ -172,7 +172,8 @@ def evaluate(
 
     Several ranks split the batches among them, and all get the same means.
     """
-    with link.together("in the evaluation") if link is not None else nullcontext():
+    # A rank that raises leaves the others in the forward pass of a sharded model, where nothing can be agreed on any more.
+    with nullcontext() if link is None or is_sharded(model) else link.together("in the evaluation"):
         totals, weights = _totals(model, step, batches, link)
     if link is not None:
         totals, weights = _summed(link.gather((totals, weights)))

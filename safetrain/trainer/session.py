@@ -30,6 +30,7 @@ from ..step.step import Stage, Step
 from ..telemetry.watch import watching
 from ..tensors.devices import still_works
 from ..tensors.rng import RandomState
+from ..tensors.sharded import is_sharded
 from .evaluation import Evaluation
 from .hangs import watching_for_hangs
 from .hooks import TrainerHooks
@@ -135,7 +136,8 @@ class Session:
             with run.phase("evaluation", "evaluating"):
                 metrics, is_best = evaluation.run(result)
         except Exception:
-            save()  # what was learned is not lost with a mistake in the evaluation
+            if step.exchange.world_size == 1 or not is_sharded(step.model):
+                save()  # what was learned is not lost with a mistake in the evaluation
             raise
         run.evaluated(metrics, is_best)
         if evaluation.unlogged:
