@@ -41,6 +41,7 @@ class Transport:
         self._num_ranks = num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=120)
         self._slots: dict[tuple[str, int], list[Any]] = {}
+        self._tables: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def gather(self, kind: str, number: int, rank: int, value: Any) -> list[Any]:
@@ -49,6 +50,14 @@ class Transport:
         slots[rank] = value
         self._barrier.wait()
         return slots
+
+    def table(self, number: int, rank: int, numbers: torch.Tensor) -> torch.Tensor:
+        """All ranks get the same memory: each would make its own, on a machine of its own."""
+        slots = self.gather("numbers", number, rank, numbers)
+        with self._lock:
+            if number not in self._tables:
+                self._tables[number] = torch.stack(slots)
+        return self._tables[number]
 
 
 class Pending:
@@ -72,7 +81,7 @@ class SimulatedLink:
     def send(self, numbers: torch.Tensor) -> Pending:
         self._numbers += 1
         number = self._numbers
-        return Pending(lambda: torch.stack(self._transport.gather("numbers", number, self.rank, numbers)))
+        return Pending(lambda: self._transport.table(number, self.rank, numbers))
 
     def gather(self, what: Any, phase: str = "") -> list[Any]:
         self._objects += 1
