@@ -34,6 +34,7 @@ ARROW = [
     "lint",
     "preflight",
     "scaffold",
+    "fixes",
     "cli",
 ]
 """Each may import only what stands to its left."""

@@ -36,6 +36,7 @@ COMMANDS = {
     "check": "Check data, model and first steps before training.",
     "diagnose": "Find the first bad operation of a config or a run.",
     "replay": "Run the step of an incident again.",
+    "fix": "Propose a change of your source for an incident.",
     "report": "Write the HTML report of a run.",
     "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",

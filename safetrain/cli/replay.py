@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def command(
     from ..incidents.trust import Trust
 
     kept = read_bundle(bundle)
-    config = _config_of(kept, overrides, device)
+    config = config_of(kept, overrides, device)
     trust = Trust(kept.run_dir, trusted, _typed_targets(kept, config, overrides))
     try:
         with progress_bar(f"replaying step {kept.incident.step}"):
@@ -71,7 +72,7 @@ def command(
     return 0 if replayed.verdict == "reproduced" else EXIT_CHECK_FAILED
 
 
-def _config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -> Config:
+def config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) -> Config:
     from ..core.rundir import CONFIG
 
     path = bundle.run_dir / CONFIG
@@ -94,14 +95,22 @@ def _typed_targets(bundle: Bundle, config: Config, overrides: tuple[str, ...]) -
 
     if not any("_target_" in override for override in overrides):
         return set()
-    recorded = _config_of(bundle, (), None)
+    recorded = config_of(bundle, (), None)
     return set(targets_in(dataclasses.asdict(config))) - set(targets_in(dataclasses.asdict(recorded)))
 
 
 def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Replayed:
-    from ..config import import_target
     from ..forensics import Effort
     from ..incidents.replay import replay
+
+    trainer, import_class = built(bundle, config, trust)
+    parts = trainer.model, trainer.training_step, trainer.optimizer
+    return replay(bundle, *parts, Effort(remedies), import_class, trainer.auxiliary_modules())
+
+
+def built(bundle: Bundle, config: Config, trust: Trust) -> tuple[SafeTrainer, Callable[[str], Any]]:
+    """The trainer of a bundle's run, without its data; and what imports the classes of its batch, if they are trusted."""
+    from ..config import import_target
     from ..trainer.trainer import SafeTrainer
     from .fit import _trainer_class
 
@@ -121,9 +130,7 @@ def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Rep
             raise UsageError(f"the batch names {target}, which is not a class.\nTo fix: get the bundle again.")
         return found
 
-    loss_fn = trainer.training_step
-    beside = trainer.auxiliary_modules()
-    return replay(bundle, trainer.model, loss_fn, trainer.optimizer, Effort(remedies), import_class, beside)
+    return trainer, import_class
 
 
 def _check_complete(cls: type[SafeTrainer], base: type[SafeTrainer], config: Config, bundle: Bundle) -> None:

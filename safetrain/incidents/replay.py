@@ -64,6 +64,21 @@ def replay(
     `import_class` finds the classes of objects in the batch, and may raise. `beside` are auxiliary modules: those with weights
     that `loss_fn` uses besides the model, when they cannot be found in it.
     """
+    with prepared(bundle, model, loss_fn, optimizer, import_class, beside) as (step, notes):
+        diagnosis = diagnose(step, effort or Effort())
+    return _compared(bundle.incident, diagnosis, notes)
+
+
+@contextmanager
+def prepared(
+    bundle: Bundle,
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    optimizer: Optimizer | None = None,
+    import_class: Callable[[str], Any] = import_target,
+    beside: list[nn.Module] | None = None,
+) -> Iterator[tuple[Step, list[str]]]:
+    """The step of a bundle with its weights in the model, and notes on what could not be restored."""
     contents = bundle.contents
     if contents["window"] is None:
         raise UsageError(
@@ -97,8 +112,7 @@ def replay(
             for name in contents["islands"]:
                 at = islands.loss_island(model) if name == islands.LOSS else islands.island(named(model, name))
                 stack.callback(at)
-        diagnosis = diagnose(step, effort or Effort())
-    return _compared(bundle.incident, diagnosis, notes)
+        yield step, notes
 
 
 @contextmanager
