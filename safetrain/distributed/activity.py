@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ RECOVERY_SECONDS = 120.0
 NUM_KEPT = 32
 
 STEP, BATCH = "step", "evaluation batch"
+LOOP = "loop"
+"""What a loop that is not ours does between two steps: that may take any time."""
 _ALONE = {"investigating", "recovering"}
 """Work whose duration says nothing about the next time."""
 
@@ -123,6 +126,8 @@ class Activity:
         return median(tuple(known)) if known else None
 
     def _limit(self, unit: str, usual: float | None) -> float:
+        if unit == LOOP:
+            return math.inf
         if unit in _ALONE:
             return max(RECOVERY_SECONDS, 100 * (self._usual(STEP) or 0.0))
         return FIRST_SECONDS if usual is None else max(FLOOR_SECONDS, FACTOR * usual)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..core.view import DeviceStep
+from ..core.view import DeviceStep, FirstLoss
 from ..distributed.agreement import RankState
 from ..distributed.comm import Link
 from ..distributed.machine import Machine
@@ -102,6 +102,13 @@ class HostedStep(Step):
     def __init__(self, *args: Any, precision: HostedPrecision, **kwargs: Any) -> None:
         self._precision = precision
         super().__init__(*args, precision=precision, **kwargs)
+
+    def see_first_loss(self, loss: Tensor, window: Sequence[Any]) -> None:
+        """Before the loop's first backward: guards look at the graph."""
+        if self._first is not None:
+            self._first = None
+            first = FirstLoss(loss, self.model, self.optimizer, window, self.precision.name, self.auxiliary_modules)
+            self.guards.inspect(first)
 
     def attempt(
         self, window: Sequence[Any], watch: AttemptWatch | None = None, divisor: int | None = None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from .._private import host
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
+from ..distributed.activity import LOOP, STEP
 from ..errors import UsageError
 from ..optim.schedule import scaled_lr
 from ..step.step import Outcome
@@ -65,6 +66,8 @@ class Turn:
         self._steps = OptimizerSteps(guard.optimizers, self._decide)
         self._stop_listening = host.listen(self)
         self._autocast = AutocastSeen(guard.given, step.device.type)
+        self._activity = step.exchange.watchdog.activity
+        self._activity.begin(LOOP)
         self._window: Window | None = None
         self._next: tuple[Any, ...] = ()
         self._inside = ExitStack()
@@ -125,6 +128,7 @@ class Turn:
                 self._finish(window)
             elif not window.losses:  # the loop has left the step out by itself, or only looked at something
                 self._window = None
+                self._activity.begin(LOOP)
         if error is not None and not is_refused:
             self._guard.ended_by(error)
         return is_refused
@@ -141,6 +145,7 @@ class Turn:
         step, window = self._step, self._window
         if window is None:
             window = self._window = Window()
+            self._activity.begin(STEP)
             self._scaled.clear()
             step.begin(batches or [()])
             if self._guard.recorder is not None:
@@ -163,6 +168,7 @@ class Turn:
     def _finish(self, window: Window) -> None:
         """Between two steps: what the loop moved after a refusal goes back, and snapshots are taken when due."""
         self._window = None
+        self._activity.begin(LOOP)
         if window.kept is not None:
             window.kept.restore()
         if window.scaler is not None:  # the loop did not call update()
@@ -204,11 +210,12 @@ class Turn:
     # ---- what the loop does ------------------------------------------------------------------------------------
 
     def on_backward(self, losses: Any) -> None:
-        window = self._window
-        if window is None or self._is_busy or not torch.is_grad_enabled():
+        if self._window is None or self._is_busy or not torch.is_grad_enabled():
             return
         for loss in [losses] if isinstance(losses, Tensor) else losses:
-            self.note_loss(self._scaled.get(id(loss), loss))
+            loss = self._scaled.get(id(loss), loss)
+            self._step.see_first_loss(loss, self._seen(self._window))
+            self.note_loss(loss)
 
     def note_loss(self, loss: Tensor) -> None:
         window = self._window
@@ -301,8 +308,7 @@ class Turn:
             check_first_step(step, window.losses)
         losses = self._true_losses(window)
         step.transaction.notice_writes()
-        batches = window.batches or [()]
-        measurement = step.measure(batches, losses, [])
+        measurement = step.measure(self._seen(window), losses, [])
         view = step.view(measurement)
         decision = step.judge(view)
         self._num_decided += 1
@@ -358,6 +364,12 @@ class Turn:
             losses = window.losses or [torch.full((), torch.nan)]
             return recorder.window(losses, loss_scale) or window.batches or [()]
         return [to_device(batch, self._step.device) for batch in window.batches]
+
+    def _seen(self, window: Window) -> Sequence[Any]:
+        """What guards see of the data: the batches, or what the model was called with."""
+        recorder = self._guard.recorder
+        seen: list[Any] = window.batches or ([] if recorder is None else list(recorder.calls))
+        return seen or [()]
 
     def _good_window(self, window: Window) -> Sequence[Any]:
         recorder = self._guard.recorder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.verdict import Action
+from ..distributed.activity import LOOP, STEP
 from ..errors import UsageError
 from ..step.step import Outcome
 from ..tensors.nest import to_device
@@ -28,10 +29,12 @@ def whole_step(guard: LoopGuard, turn: Turn, step: HostedStep, session: Session,
         guard.prepare()
         with turn.ours():
             step.drives = True
+            step.exchange.watchdog.activity.begin(STEP)
             try:
                 return _attempt(turn, step, session, [to_device(batch, step.device)])
             finally:
                 step.drives = False
+                step.exchange.watchdog.activity.begin(LOOP)
     except BaseException as error:
         guard.ended_by(error)
         raise

@@ -7,7 +7,8 @@ import itertools
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from .gate import Gate
 from .workloads import Workload, cross_entropy
 
+Loop = Callable[[Workload, Gate, bool], None]
 DEFAULT_GUARDS = ("finite", "clip", "backoff", "spike", "rollback", "stall")
 
 
@@ -40,18 +42,41 @@ def plain(work: Workload, gate: Gate, fused: bool, clip: bool = False, check: bo
         gate.step()
 
 
-def with_accelerate(work: Workload, gate: Gate, fused: bool) -> None:
+def watched(work: Workload, gate: Gate, fused: bool) -> None:
+    from safetrain import watch
+
+    model, optimizer = work.model, adamw(work, fused)
+    with (
+        tempfile.TemporaryDirectory() as run_dir,
+        watch(model, optimizer, loss_fn=cross_entropy, run_dir=f"{run_dir}/run") as guard,
+    ):
+        for batch in itertools.islice(endless(work.batches), gate.num_steps):
+            with guard.step(batch):
+                optimizer.zero_grad()
+                loss = cross_entropy(model, batch)
+                loss.backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            gate.step()
+
+
+def with_accelerate(work: Workload, gate: Gate, fused: bool, is_watched: bool = False) -> None:
     from accelerate import Accelerator
+
+    from safetrain import watch
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(work.model, adamw(work, fused))
-    for batch in itertools.islice(endless(work.batches), gate.num_steps):
-        optimizer.zero_grad()
-        loss = cross_entropy(model, batch)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        gate.step()
+    with tempfile.TemporaryDirectory() as run_dir, ExitStack() as stack:
+        guard = stack.enter_context(watch(model, optimizer, run_dir=f"{run_dir}/run")) if is_watched else None
+        for batch in itertools.islice(endless(work.batches), gate.num_steps):
+            with nullcontext() if guard is None else guard.step(batch):
+                optimizer.zero_grad()
+                loss = cross_entropy(model, batch)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            gate.step()
 
 
 def safetrain(work: Workload, gate: Gate, fused: bool, guards: Any = None, config: Any = None) -> None:
@@ -85,7 +110,7 @@ def safetrain(work: Workload, gate: Gate, fused: bool, guards: Any = None, confi
         }
 
 
-def lightning(work: Workload, gate: Gate, fused: bool) -> None:
+def lightning(work: Workload, gate: Gate, fused: bool, guards: Sequence[Any] = ()) -> None:
     import logging
 
     import lightning as L
@@ -117,11 +142,11 @@ def lightning(work: Workload, gate: Gate, fused: bool) -> None:
         "enable_checkpointing": False,
         "enable_model_summary": False,
     }
-    trainer = L.Trainer(max_steps=gate.num_steps, accelerator="cpu", devices=1, callbacks=[Gating()], **quiet)
+    trainer = L.Trainer(max_steps=gate.num_steps, accelerator="cpu", devices=1, callbacks=[*guards, Gating()], **quiet)
     trainer.fit(Module(), torch.utils.data.DataLoader(Endless(), batch_size=None))
 
 
-def transformers(work: Workload, gate: Gate, fused: bool) -> None:
+def transformers(work: Workload, gate: Gate, fused: bool, guards: Sequence[Any] = ()) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Gating(TrainerCallback):
@@ -146,7 +171,7 @@ def transformers(work: Workload, gate: Gate, fused: bool) -> None:
             max_grad_norm=0.0,
             use_cpu=True,
         )
-        Ours(work.model, arguments, callbacks=[Gating()], optimizers=(adamw(work, fused), None)).train()
+        Ours(work.model, arguments, callbacks=[*guards, Gating()], optimizers=(adamw(work, fused), None)).train()
 
 
 def ignite(work: Workload, gate: Gate, fused: bool) -> None:
@@ -166,8 +191,20 @@ def ignite(work: Workload, gate: Gate, fused: bool) -> None:
     engine.run(endless(work.batches), max_epochs=1, epoch_length=gate.num_steps)
 
 
+def guarded(host: str) -> Loop:
+    """The loop of a framework with its callback of safetrain."""
+
+    def run_guarded(work: Workload, gate: Gate, fused: bool) -> None:
+        callback = importlib.import_module(f"safetrain.integrations.{host}").SafetrainCallback
+        with tempfile.TemporaryDirectory() as run_dir:
+            {"lightning": lightning, "transformers": transformers}[host](
+                work, gate, fused, [callback(run_dir=f"{run_dir}/run")]
+            )
+
+    return run_guarded
+
+
 ALL_GUARDS = {"activations": {}, "batch": {}, "anomaly": {}, "islands": {}}
-Loop = Callable[[Workload, Gate, bool], None]
 VARIANTS: dict[str, Loop] = {
     "plain": plain,
     "plain again (A/A)": plain,
@@ -186,6 +223,13 @@ FUSED: dict[str, Loop] = {
     "safetrain, fused": safetrain,
     "safetrain, fused, host_read_every 10": lambda *a: safetrain(*a, config={"host_read_every": 10}),
 }
+HOSTS: dict[str, tuple[str, Loop]] = {
+    "raw loop + clip, watched": ("plain + clip", watched),
+    "accelerate + clip, watched": ("accelerate + clip", lambda *a: with_accelerate(*a, is_watched=True)),
+    "lightning, guarded": ("lightning", guarded("lightning")),
+    "transformers, guarded": ("transformers", guarded("transformers")),
+}
+"""Loops of others with guards, and the same loop without."""
 PEERS = ("lightning", "transformers", "ignite")
 
 
@@ -196,7 +240,9 @@ def installed() -> list[str]:
 
 def run(name: str, work: Workload, gate: Gate, fused: bool) -> None:
     warnings.simplefilter("ignore")  # other trainers' advice
-    if name in FUSED:
+    if name in HOSTS:
+        HOSTS[name][1](work, gate, fused)
+    elif name in FUSED:
         FUSED[name](work, gate, True)
     else:
         VARIANTS[name](work, gate, fused)

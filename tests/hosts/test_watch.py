@@ -454,3 +454,15 @@ def test_without_loss_fn_the_incident_says_what_was_not_replayed(make_guard):
     assert "outputs (Log ← Sub" in incident.cause.explanation
     assert "pass loss_fn" in incident.cause.explanation
     assert guard.result.steps == 7
+
+
+def test_the_time_between_two_steps_is_the_loops_own(make_guard):
+    model, optimizer = build()
+    guard = make_guard(model, optimizer)
+    activity = guard._step.exchange.watchdog.activity
+    train(model, optimizer, make_batches(3), guard)
+    activity._began -= 3600.0  # an hour of evaluation
+    assert activity.late() is None
+    with guard.step(make_batches(1)[0]):
+        activity._began -= 3600.0
+        assert activity.late() is not None
