@@ -26,7 +26,7 @@ class Exported:
 def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> Exported:
     """Write one safetensors file with all keys of the model's state_dict, from a verified checkpoint.
 
-    `which`: "best", "last" or "ema" (the newest moving average); None: "best" if the run was evaluated, else "last".
+    `which`: "best" (with `loop.ema` the average, which was evaluated), "last" or "ema" (the newest moving average); None: "best" if the run was evaluated, else "last".
     """
     store = CheckpointStore(existing_run_dir(run_dir) / CHECKPOINTS)
     if which is None:
@@ -34,7 +34,10 @@ def export_weights(run_dir: str | Path, out: Path, which: str | None = None) -> 
     loaded = _best(store) if which == "best" else store.load_newest()
     if loaded is None:
         raise CheckpointError(f"{run_dir} has no checkpoint.\nTo fix: train with checkpoint.enabled=true.")
-    weights = loaded.state.part("ema" if which == "ema" else "model")
+    averaged = loaded.state.part("ema")
+    weights = averaged if which == "ema" else loaded.state.part("model")
+    if which == "best" and averaged:  # the weights that were evaluated
+        weights = averaged
     if not weights:
         raise CheckpointError(f"{run_dir} has no moving average.\nTo fix: train with loop.ema, or export best or last.")
     transient = loaded.state.part("transient")

@@ -32,6 +32,7 @@ from .manifest import Damaged, read_manifest
 from .rescue import write_newest_trusted
 from .rotation import chosen
 from .saver import Saver
+from .settings import noting_settings
 from .snapshots import SnapshotRing, agreed, gc_paused
 from .state import Stateful, TrainingParts, TrainState, check_dense
 from .store import BadState, Loaded
@@ -108,7 +109,7 @@ class CheckpointPolicy:
             check_dense(self._parts.model)
         problem = None
         if resumed is not None:
-            with as_saved(resumed.path):
+            with as_saved(resumed.path), noting_settings(self._parts.optimizer, self._run.warn):
                 resumed.state.restore_progress(self._progress)
                 resumed.state.restore_training(self._parts)
             resumed.state.tensors.clear()  # they are the model's now; no need for two copies

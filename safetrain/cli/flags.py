@@ -40,8 +40,13 @@ def config_arguments(function: Command) -> Command:
 def load(config: str, overrides: tuple[str, ...], **flags: Any) -> LoadedConfig:
     """The config with flags and overrides applied; an explicit `key=value` wins over a flag."""
     from ..config import load as load_with_origins
+    from ..config.load import printing
 
-    return load_with_origins(config, [*flag_overrides(**flags), *overrides])
+    console = flags.pop("console", None)
+    loaded = load_with_origins(config, [*flag_overrides(**flags), *overrides])
+    if console is not None and not any(override.startswith("logging.console=") for override in overrides):
+        printing(loaded.config, console)
+    return loaded
 
 
 def flag_overrides(
@@ -49,7 +54,6 @@ def flag_overrides(
     device: str | None = None,
     precision: str | None = None,
     fast_dev_run: bool = False,
-    console: str | None = None,
 ) -> list[Override]:
     from ..config import Override
 
@@ -60,6 +64,4 @@ def flag_overrides(
     if fast_dev_run:
         shortened = {"loop.max_steps": 5, "loop.max_epochs": None, "loop.log_every": 1}
         changes += [Override(key, value, origin="--fast-dev-run") for key, value in shortened.items()]
-    if console is not None:
-        changes.append(Override("logging.console", console, origin="--json" if console == "json" else "--quiet"))
     return changes

@@ -1,6 +1,6 @@
 """The configuration: schema, loading, checking, and the targets it names. Importing it never imports torch."""
 
-from .load import LoadedConfig, load, load_config
+from .load import LoadedConfig, load, load_config, to_write
 from .merge import Override
 from .render import to_yaml
 from .schema import Config
@@ -17,5 +17,6 @@ __all__ = [
     "load",
     "load_config",
     "recipe_names",
+    "to_write",
     "to_yaml",
 ]

@@ -86,6 +86,26 @@ _CHECKED = "_checked"
 """Attribute of a loaded config: how it read when it was checked. A config that was changed since is checked again."""
 
 
+_CONSOLE = "_console_to_write"
+
+
+def printing(config: Config, console: str) -> Config:
+    """The config with another `logging.console` for this process, which a resume does not read: the file keeps the one it had."""
+    vars(config)[_CONSOLE] = vars(config).get(_CONSOLE, config.logging.console)
+    config.logging.console = console
+    vars(config)[_CHECKED] = repr(config)
+    return config
+
+
+def to_write(config: Config) -> Config:
+    """What is written into the run's directory."""
+    if _CONSOLE not in vars(config):
+        return config
+    written = copy.deepcopy(config)
+    written.logging.console = vars(config)[_CONSOLE]
+    return written
+
+
 def _is_checked(config: Config) -> bool:
     return vars(config).get(_CHECKED) == repr(config)
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core.fields import show
+from ..core.scalars import scalar
 from ..core.spelling import suggest
 from ..errors import ConfigError
 from .resolve import NotDefined
@@ -127,6 +128,7 @@ def check_target(
     for key, child in node.value.items():
         if key != TARGET:
             _check_argument(child, (*path, key), problems)
+            _check_quoted(child, target, (*path, key), problems)
     if target.value is BROKEN:
         return node
     if not isinstance(target.value, str):
@@ -149,6 +151,23 @@ def check_target(
             culprit = next((key for key in given if f"argument {key!r}" in message), TARGET)
             problems.add(node.value[culprit].place, path, f"{target.value}: {message}")
     return node
+
+
+def _check_quoted(node: Node, target: Node, path: KeyPath, problems: Problems) -> None:
+    """A number in quotes is text, which the target would only find out when it is used, if the parameter is a number."""
+    if (
+        not isinstance(node.value, str)
+        or not isinstance(target.value, str)
+        or not isinstance(scalar(node.value), (int, float))
+    ):
+        return
+    signature = static_signature(target.value)
+    parameter = None if signature is None else signature.parameters.get(path[-1])
+    default = None if parameter is None else scalar(str(parameter.default))
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        problems.add(
+            node.place, path, f"{show(node.value)} is text, because it is in quotes; write {node.value} without them"
+        )
 
 
 def _check_argument(node: Node, path: KeyPath, problems: Problems) -> None:

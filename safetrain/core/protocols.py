@@ -49,7 +49,7 @@ def check_hooks(cls: type, base: type) -> None:
     """Raise TypeError for a method of `cls` that looks like a hook and is none, or is one with the wrong parameters."""
     own = _methods(cls, base)
     for name in own:
-        if name not in HOOKS and not hasattr(base, name) and (meant := _meant(name)):
+        if name not in HOOKS and not hasattr(base, name) and (meant := _meant(name)) and not _is_called(name, own):
             raise _never_called(cls, base, name, meant, HOOKS)
     _check_parameters(cls, own, HOOKS)
 
@@ -85,6 +85,12 @@ def _methods(cls: type, base: type) -> dict[str, object]:
     return {name: value for name, value in functions.items() if not name.startswith("_")}
 
 
+def _is_called(name: str, own: Mapping[str, object]) -> bool:
+    """Whether another method mentions it, so that it is a helper and no hook that was meant to be called by the trainer."""
+    functions = [getattr(value, "__func__", value) for key, value in own.items() if key != name]
+    return any(name in getattr(getattr(function, "__code__", None), "co_names", ()) for function in functions)
+
+
 def _meant(name: str) -> str | None:
     if name in ELSEWHERE:
         return ELSEWHERE[name]
@@ -95,11 +101,10 @@ def _meant(name: str) -> str | None:
 
 
 def _never_called(cls: type, base: type, name: str, meant: str, hooks: Mapping[str, str]) -> TypeError:
-    known = "\n  ".join(hooks.values())
+    known = f"It is {hooks[meant]}." if meant in hooks else f"The methods of a {base.__name__} are {', '.join(hooks)}."
     return TypeError(
-        f"{cls.__name__}.{name} would never be called{f': did you mean {meant}?' if meant in hooks else '.'}\n"
-        f"The methods of a {base.__name__} are:\n  {known}\n"
-        "To fix: rename it; start the name of a helper of your own with an underscore."
+        f"{cls.__name__}.{name} would never be called{f': did you mean {meant}?' if meant in hooks else '.'}\n{known}\n"
+        "To fix: rename it; start the name of a helper of your own with an underscore, or call it from one of these."
     )
 
 

@@ -104,16 +104,18 @@ class Evaluation:
         is_best = is_better(metrics, result.best, self._loop.monitor, self._loop.monitor_mode)
         return metrics, is_best
 
-    def try_out(self) -> None:
-        """Evaluate one batch, so that a mistake raises now. Nothing of it is kept, and the data begins where it was."""
+    def try_out(self) -> list[str]:
+        """Evaluate one batch, so that a mistake raises now; returns its metrics. Nothing of it is kept, and the data begins where it was.
+        Data that would be used up by that is left alone."""
         metrics: dict[str, float] = {}
-        for name, stream in self.streams.items() if self._loop.eval_check else ():
+        for name, stream in self.streams.items():
             if stream.source.one_shot or isinstance(stream.source, StatefulSource):
-                return
+                return []
             metrics |= {f"{name}/{key}" if name else key: 0.0 for key in self._try_one(stream)}
         if metrics:
             self._name_monitored(metrics)
             is_better(metrics, None, self._loop.monitor, self._loop.monitor_mode)
+        return list(metrics)
 
     def _name_monitored(self, metrics: dict[str, float]) -> None:
         """Of several sets the first one's metric is also known without its name, if that is the one to monitor."""

@@ -20,7 +20,7 @@ import torch
 from ..checkpoint import Loaded, open_store
 from ..checkpoint.compatibility import check_changes
 from ..checkpoint.plain import rebuild
-from ..config import load_config, to_yaml
+from ..config import load_config, to_write, to_yaml
 from ..config.private import private_notes, read_digests
 from ..config.schema import Config
 from ..core import endings, ownership
@@ -172,7 +172,7 @@ class Run:
 
     @cached_property
     def _config_text(self) -> str:
-        return to_yaml(self.config)
+        return to_yaml(to_write(self.config))
 
     def started(self, about: dict[str, Any], notes: Sequence[str]) -> None:
         """Report the start of the run, with one-time notes."""

@@ -115,7 +115,8 @@ class SafeTrainer(TrainerHooks):
         changes the training itself; the optimizer's settings are then still those that were saved.
         """
         with self._started(resume) as run:
-            self.evaluation.try_out()
+            if self.config.loop.eval_check:
+                self.evaluation.try_out()
             self._evaluate_if_due(started=True)
             while not self._finished():
                 if window := self._next_window():

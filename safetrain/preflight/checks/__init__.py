@@ -13,7 +13,10 @@ import pkgutil
 
 from ..registry import Check
 
-_ORDER = ("data", "labels", "empty", "weights", "schedule", "steps", "search", "loss", "trials", "repeat", "source")
+_ORDER = (
+    *("data", "labels", "empty", "weights", "schedule", "steps", "search", "loss", "evaluation", "trials", "repeat"),
+    "source",
+)
 """Modules that are not named here run last."""
 
 
