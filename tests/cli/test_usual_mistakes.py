@@ -126,7 +126,7 @@ MISTAKES = {
         True,
     ),
     "the class of a scheduler, not an instance": (
-        lambda make: make(scheduler=StepLR(sgd(make_model()), 1).__class__, train_data=make_batches(1)),
+        lambda make: SafeTrainer(make_model(), loss_fn=mse, scheduler=StepLR, train_data=make_batches(1)),
         r"pass StepLR\(optimizer, …\)",
         True,
     ),

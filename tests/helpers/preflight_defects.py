@@ -275,6 +275,20 @@ def schedule_over_epochs(planted):
     return make_trainer(scheduler=scheduler if planted else {**scheduler, "every": "epoch"})
 
 
+@defect("evaluation", "loop.monitor is 'acuracy'", "set loop.monitor to one of these")
+def misspelt_monitor(planted):
+    x, y = make_data()
+    trainer = make_trainer(loop={"monitor": "acuracy" if planted else "loss"})
+    twin = type(trainer)(
+        Net(),
+        loss_fn=cross_entropy,
+        train_data=TensorDataset(x, y),
+        eval_data=TensorDataset(x, y),
+        config=trainer.config,
+    )
+    return twin
+
+
 @defect("replay", "other numbers", "os.urandom")
 class OwnRandomSource(Net):
     def __init__(self, planted):

@@ -6,10 +6,12 @@ import re
 import pytest
 import torch
 from records import notes
+from safetensors.torch import load_file
 from small import assert_same, make_batches, make_model, mse
 from torch import nn
 
 from safetrain import LossError, SafeTrainer, UsageError
+from safetrain.checkpoint.export import export_weights
 from safetrain.telemetry.summary import summary_rows
 
 
@@ -279,3 +281,42 @@ def test_the_summary_counts_what_is_kept_and_what_was_clipped(make_trainer):
 def test_a_class_is_not_an_instance(parts):
     with pytest.raises(UsageError, match=r"To fix: pass MSELoss\(\)"):
         SafeTrainer(nn.Linear(1, 1), train_data=[], **parts)
+
+
+def test_a_resume_says_which_settings_of_the_optimizer_it_keeps(make_trainer, tmp_path):
+    batches = make_batches(6)
+
+    def trainer(lr, steps):
+        config = {"loop": {"max_steps": steps}}
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=lr)  # noqa: E731
+        return make_trainer(train_data=batches, optimizer=optimizer, config=config, run_dir=tmp_path / "run")
+
+    trainer(0.1, 3).fit()
+    resumed = trainer(0.5, 5)
+    result = resumed.fit(resume=True)
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+    assert any("was made with lr=0.5, and the run goes on with lr=0.1" in note for note in notes(result))
+
+
+def test_the_best_weights_that_are_exported_are_those_that_were_evaluated(make_trainer, tmp_path):
+    evaluated = []
+
+    class Watching(SafeTrainer):
+        def evaluation_step(self, model, batch):
+            evaluated.append(model[0].weight.detach().clone())
+            return mse(model, batch)
+
+    config = {"loop": {"ema": 0.5}}
+    result = make_trainer(None, Watching, train_data=make_batches(6), eval_data=make_batches(1), config=config).fit()
+    export_weights(result.run_dir, tmp_path / "best.safetensors")
+    assert torch.equal(load_file(tmp_path / "best.safetensors")["0.weight"], evaluated[-1])
+
+
+def test_a_helper_that_is_called_may_have_any_name():
+    def training_step(self, model, batch):
+        return self.compute_loss(model, batch)
+
+    body = {"training_step": training_step, "compute_loss": lambda self, model, batch: mse(model, batch)}
+    assert type("Mine", (SafeTrainer,), body)
+    with pytest.raises(TypeError, match="did you mean training_step"):
+        type("Mine", (SafeTrainer,), {"compute_loss": body["compute_loss"]})
