@@ -189,6 +189,8 @@ def copied(batch: Any) -> Any:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """From the host to another device by way of pinned memory, so that the host waits for no copy."""
+    if is_flat(batch):
+        return type(batch)([item if item.device == device else _moved(item, device) for item in batch])
     return map_tensors(batch, lambda item: _moved(item, device))
 
 
