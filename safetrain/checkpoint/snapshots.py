@@ -146,20 +146,32 @@ class SnapshotRing:
         self._spare += [snapshot.memory for snapshot in self._ring]
         self.first, self._ring = None, []
 
+    def peek(self, restart: bool = False, before: int | None = None) -> Snapshot | None:
+        """The snapshot that `pick` would choose; nothing is forgotten. `before`: of a state before this step."""
+        self.order()
+        ring = [s for s in self._ring if before is None or s.step <= before]
+        chosen = None if restart else next((s for s in reversed(ring) if s.trusted and not s.used), None)
+        chosen = chosen or self.first
+        if chosen is not None:
+            chosen.memory.finish()
+        return chosen
+
+    def distrust(self, since: int) -> None:
+        """Snapshots of later states are not rolled back to."""
+        for snapshot in self._ring:
+            snapshot.used |= snapshot.step > since
+
     def pick(self, restart: bool = False) -> Snapshot | None:
         """The snapshot to roll back to, and forget all newer ones: they led to the trouble.
 
         The newest trusted one; an older one if that was rolled back to before; the very first one if none is left, or with
         `restart`. None if nothing was ever taken.
         """
-        self.order()
-        chosen = None if restart else next((s for s in reversed(self._ring) if s.trusted and not s.used), None)
-        chosen = chosen or self.first
+        chosen = self.peek(restart)
         kept = [] if chosen is self.first else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
         self._spare += [s.memory for s in self._ring[len(kept) :]]
         self._ring = kept
         if chosen is not None:
-            chosen.memory.finish()
             chosen.used = True
         return chosen
 

@@ -114,7 +114,7 @@ def _active(config: Config) -> dict[str, type[Guard] | None]:
     """The class of every guard that is on; None for one from outside, which would have to be imported."""
     from ..guards import REGISTRY
 
-    on = {name: options for name, options in config.guards.items() if options is not None}
+    on = config.active_guards
     return {name: None if isinstance(options, Mapping) else REGISTRY[name] for name, options in on.items()}
 
 

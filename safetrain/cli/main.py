@@ -38,6 +38,7 @@ COMMANDS = {
     "replay": "Run the step of an incident again.",
     "fix": "Propose a change of your source for an incident.",
     "report": "Write the HTML report of a run.",
+    "simulate": "What the guards would have suspected on a run that exists.",
     "export": "Write the weights of a run to one file.",
     "config": "Show, check or document a config.",
     "explain": "Print the loop with the guards plugged into it.",

@@ -217,12 +217,19 @@ class LoggingConfig:
     """Sinks of your own, a `_target_` each: subclasses of `safetrain.telemetry.Sink`, which receive everything that is logged."""
 
 
+PROGRESS_GUARDS = ("spike", "rollback", "stall")
+"""Guards that judge finite steps by how the loss goes."""
+
+
 @dataclass
 class Config:
     name: str = "run"
     """Name of the run; new run directories start with it. A config file without a name gets the file's."""
     seed: int | None = option(None, ge=0)
     """Seed of Python, NumPy and torch, set before the model is built. Without it the random state is left as it is."""
+    monitor_progress: bool = True
+    """Whether the loss shows how training goes. `false` for losses that need not fall (adversarial, policy gradients): the guards `spike`,
+    `rollback` and `stall` are then off. Without this setting, what they suspect is tried, and they soon leave such runs alone."""
     trainer: Target | None = field(default=None, metadata=target(takes_arguments=False))
     """The `_target_` of a `SafeTrainer` subclass; without it `SafeTrainer` itself."""
     model: Target | None = field(default=None, metadata=target())
@@ -252,3 +259,9 @@ class Config:
     """What is saved, to disk and in memory."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What is shown."""
+
+    @property
+    def active_guards(self) -> dict[str, Any]:
+        """`guards` without those that are turned off."""
+        off = () if self.monitor_progress else PROGRESS_GUARDS
+        return {name: options for name, options in self.guards.items() if options is not None and name not in off}

@@ -94,6 +94,8 @@ class Verdict:
     """If the run has to go back: training has led nowhere yet, so start again from the first snapshot at a lower learning rate."""
     expected_loss: float | None = field(default=None, repr=False)
     """What the loss was lately. A restart at a loss more than a million times as large lowers the learning rate twice."""
+    since: int | None = field(default=None, repr=False)
+    """On a ROLLBACK: the trouble began with this step, so only an earlier state will do."""
     doubt: Doubt | None = field(default=None, repr=False)
     """The refusal holds only if this look at the weights confirms it, and a restart is still within its budget; otherwise the
     step is committed."""
@@ -159,8 +161,29 @@ class Decision:
     @property
     def undoubted(self) -> Decision:
         """What the guards say if every refusal with a `doubt` passes."""
-        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or v.doubt is None}
+        return self.doubted_only_by(None)
+
+    def doubted_only_by(self, doubt: Doubt | None) -> Decision:
+        """What the guards say if every refusal with another doubt passes."""
+        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or v.doubt in (None, doubt)}
         return self if len(sure) == len(self.verdicts) else merge(sure.items())
+
+    @property
+    def tried(self) -> Decision:
+        """What the guards say once trials have found every refusal with a `doubt` to be wrong: those only remark on it. A guard
+        learns by `was_tried` that it was wrong."""
+        remarks = {
+            name: Verdict(reason=f"{v.reason}; tried, and harmless", evidence=v.evidence)
+            for name, v in self.verdicts.items()
+            if v.action > Action.COMMIT and v.doubt is not None
+        }
+        undoubted = self.undoubted
+        return Decision(undoubted.action, undoubted.lr_scale, {**undoubted.verdicts, **remarks})
+
+    def was_tried(self, guard: str) -> bool:
+        """That guard's doubtful refusal was found to be wrong."""
+        verdict = self.verdicts.get(guard)
+        return verdict is not None and verdict.action is Action.COMMIT and "signal" in verdict.evidence
 
     @property
     def decisive(self) -> tuple[str, Verdict]:

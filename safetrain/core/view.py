@@ -129,6 +129,8 @@ class StepView:
     """Steps refused for reasons of training dynamics rather than data (at most 1000), oldest first."""
     rollback_steps: Sequence[int] = ()
     """Steps at which the run was rolled back (at most 1000), oldest first."""
+    lr_shares: Mapping[int, float] = field(default_factory=dict)
+    """By step of `dynamics_steps`: the share of the learning rate that was best when it was tried, where that is known."""
     num_restarts: int = 0
     """How often training was started again from the beginning."""
     total_steps: int | None = None
@@ -149,6 +151,11 @@ class StepView:
         if self.error is not None or not math.isfinite(self.loss):
             return True
         return not (math.isfinite(self.grad_norm) or self.scaler_overflow)
+
+    @property
+    def update_size(self) -> float | None:
+        """Norm of the update before this step, relative to the weights; None where it is not measured (the guard `spike` does)."""
+        return self.signals.get("spike.update")
 
     @property
     def lr(self) -> float:

@@ -24,6 +24,9 @@ class BackoffConfig:
     """Refusals within this many steps of the first one are one incident; a rollback among them lowers the rate again."""
     restart_factor: float = option(0.1, gt=0.0, lt=1.0)
     """When training starts again from the beginning, the learning rate stays at this share of the schedule."""
+    lift_after: int = option(500, ge=1)
+    """Committed steps at a lowered ceiling without trouble, for each incident so far and one more, after which the ceiling is doubled
+    again: a rate that was too high early on need not be later, and if it is, that is noticed."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class Level:
     """The step that the newest incident began at."""
     num_incidents: int = 0
     num_restarts: int = 0
+    num_calm: int = 0
+    """Committed steps at the ceiling since it was lowered or lifted."""
 
 
 class Backoff(Guard):
     """A multiplier outside the scheduler: the schedule itself is untouched and goes on when the scale is back at its ceiling.
 
-    Each incident after the first lowers the ceiling, so a learning rate that keeps causing trouble is not returned to. The
+    Each incident after the first lowers the ceiling, so a learning rate that keeps causing trouble is not returned to for long. The
     history of incidents is not rewound by a rollback, so a level that was rolled back accounts for them again.
     """
 
@@ -63,11 +68,16 @@ class Backoff(Guard):
     def learn(self, view: StepView, decision: Decision) -> None:
         level = self._level_at(view)
         if level.scale == level.ceiling:
-            self.level = level
+            self.level = level if level.ceiling == 1.0 else self._lifted(level)
             return
         growth = (1.0 / self.config.floor) ** (1.0 / self.config.recovery_steps)
         scale = level.scale * growth
         self.level = replace(level, scale=level.ceiling if scale > level.ceiling * (1.0 - 1e-9) else scale)
+
+    def _lifted(self, level: Level) -> Level:
+        if level.num_calm + 1 < self.config.lift_after * (1 + level.num_incidents):
+            return replace(level, num_calm=level.num_calm + 1)
+        return replace(level, ceiling=min(1.0, 2.0 * level.ceiling), num_calm=0)
 
     def _level_at(self, view: StepView) -> Level:
         level = self.level
@@ -77,22 +87,23 @@ class Backoff(Guard):
         rollbacks = set(view.rollback_steps)
         for step in view.dynamics_steps:
             if step > level.last_step:
-                level = self._lowered(level, step, is_rollback=step in rollbacks)
+                level = self._lowered(level, step, step in rollbacks, view.lr_shares.get(step))
         for _ in range(view.num_restarts - level.num_restarts):
             ceiling = max(level.ceiling * self.config.restart_factor, self.config.floor)
             level = replace(
-                level, ceiling=ceiling, scale=min(level.scale, ceiling), num_restarts=level.num_restarts + 1
+                level, ceiling=ceiling, scale=min(level.scale, ceiling), num_restarts=level.num_restarts + 1, num_calm=0
             )
         return level
 
-    def _lowered(self, level: Level, step: int, is_rollback: bool) -> Level:
+    def _lowered(self, level: Level, step: int, is_rollback: bool, share: float | None) -> Level:
+        factor = self.config.factor if share is None else share
         is_same = level.num_incidents > 0 and step - level.first_step <= self.config.merge_steps
         if is_same and not is_rollback:
             return replace(level, last_step=step)
-        scale = max(level.scale * self.config.factor, min(self.config.floor, level.scale))
+        scale = max(level.scale * factor, min(self.config.floor, level.scale))
         ceiling = level.ceiling
         if level.num_incidents and not is_same:
-            ceiling = max(ceiling * self.config.factor, min(self.config.floor, ceiling))
+            ceiling = max(ceiling * factor, min(self.config.floor, ceiling))
         first = level.first_step if is_same else step
         num_incidents = level.num_incidents + (0 if is_same else 1)
         return Level(min(scale, ceiling), ceiling, step, first, num_incidents, level.num_restarts)

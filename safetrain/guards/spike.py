@@ -1,134 +1,186 @@
-"""Refuses a step whose loss or gradient norm is far above those of the committed steps before it."""
+"""Suspects a step whose loss, gradient norm or last update stands out of what is usual now. Whether it does harm is tried."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.history import Recent
 from ..core.options import option
 from ..core.verdict import COMMIT, Action, Decision, Doubt, Verdict
-from ..core.view import StepView
+from ..core.view import DeviceStep, StepView
 from .base import Guard
+from .excursion import Excursion
+from .usual import Usual
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..tensors.update_size import UpdateSize
 
 
 @dataclass
 class SpikeConfig:
-    z: float = option(6.0, gt=0.0)
-    """Deviations above the median of the recent committed losses that make a spike."""
-    log_z: float = option(4.0, ge=0.0)
-    """… and deviations of the logarithms, where all recent losses are positive: single samples have losses with a long tail."""
-    min_ratio: float = option(1.2, ge=1.0)
-    """A spike is also this many times the median, and above every recent loss: small steady losses have tiny deviations."""
-    of_start: float = option(0.5, ge=0.0)
-    """A spike is also at least this share of the loss at the start of training: below it, a hard batch is just a hard batch."""
-    grad_ratio: float = option(1000.0, gt=1.0)
-    """A gradient norm this many times the median of the recent ones is a spike, whatever the loss says, if it is also above
-    those of the first `warmup_steps`: towards the end norms are tiny, and one as large as at the start does no harm."""
-    window: int = option(50, ge=10)
+    z: float = option(3.0, gt=0.0)
+    """Deviations above the present level at which three losses in a row are suspect. Two in a row need more, five need less; a single
+    one must also be twice as far out as any for a long time."""
+    min_ratio: float = option(1.1, ge=1.0)
+    """A suspect loss is also this many times the level: small steady losses have tiny deviations."""
+    grad_ratio: float = option(30.0, gt=1.0)
+    """A gradient norm this many times the largest of the recent ones is suspect, whatever the loss says."""
+    update_ratio: float = option(10.0, gt=1.0)
+    """The same for the size of the update before, relative to the weights: it grows before the loss does."""
+    window: int = option(64, ge=16)
     """Committed steps that the statistics are taken over."""
     warmup_steps: int = option(25, ge=2)
-    """Committed steps to watch before judging by statistics. Until then only a loss of `extreme` times the largest so far is a
-    spike; in the first five steps, only if the last good batch has become as bad: the learning rate is too high then."""
+    """Committed steps to watch before judging by statistics. Until then only a loss of `extreme` times the largest so far is suspect."""
     extreme: float = option(1000.0, gt=1.0)
     """See `warmup_steps`."""
+    tried_per_1000: float = option(2.0, gt=0.0)
+    """Trials of steps that turned out to be harmless, per 1000 steps, that are too many: then suspicion takes more, and soon pauses."""
     max_consecutive: int = option(5, ge=1)
-    """Spikes in a row after which a rollback is asked for."""
+    """Steps in a row that a trial has convicted, after which a rollback is asked for."""
     accept_after: int = option(60, ge=1)
     """Refusals in a row after which the new level is accepted: the data has changed, and going back did not help."""
 
 
+PATIENCE = 3.0
+"""Harmless suspects, counted with a half-life, after which steps are let pass untried until the count has fallen."""
+
+
 class Spike(Guard):
-    """Looks upward only, at finite values only (`finite` handles the others), and learns from committed steps only."""
+    """Looks upward only, at finite values only (`finite` handles the others), and learns from committed steps only.
+
+    It refuses nothing by itself: its verdicts are doubtful, and a trial of the update decides. A suspect that was committed was harmless,
+    which raises what it takes to be suspect for a while.
+    """
 
     Config = SpikeConfig
     config: SpikeConfig
+    measures_backward = False
+    over_ranks = "max"
 
     def __init__(self, config: SpikeConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)
-        self.losses = Recent(self.config.window)
+        self.losses = Usual(self.config.window, self.config.min_ratio)
         self.norms = Recent(self.config.window)
-        self.start = self.start_norm = 0.0
+        self.updates = Recent(self.config.window)
+        self.num_harmless = 0.0
+        """Suspects that turned out to be harmless, the older ones counting less."""
+        self.excursion = Excursion()
+        self.first: float | None = None
+        self._size: UpdateSize | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        from ..tensors.update_size import UpdateSize
+
+        self._size = UpdateSize(model)
+
+    def measure(self, step: DeviceStep) -> Mapping[str, Tensor]:
+        size = None if self._size is None else self._size.measure(step.step)
+        return {} if size is None else {"update": size.to(step.loss.device)}
 
     def judge(self, view: StepView) -> Verdict:
-        reason = self._loss_spike(view.loss)
-        signal, value = "loss", view.loss
-        if reason is None and (reason := self._norm_spike(view.grad_norm)) is not None:
-            signal, value = "grad_norm", view.grad_norm
-        if reason is None:
+        if self.excursion.asks(view.loss):
+            return self.excursion.verdict(view.loss)
+        if (found := self._suspicion(view)) is None:
             return COMMIT
+        reason, signal, value = found
         if view.consecutive_refusals >= self.config.accept_after:
             return Verdict(
                 reason=f"{reason}; accepted as a new level after {view.consecutive_refusals} refusals in a row"
             )
-        is_early = len(self.losses) < self.config.warmup_steps
-        if go_back := view.consecutive_refusals + 1 >= self.config.max_consecutive:
+        go_back = view.consecutive_refusals + 1 >= self.config.max_consecutive
+        if go_back:
             reason = f"{reason}; {view.consecutive_refusals + 1} refused steps in a row (max_consecutive)"
+        is_early = len(self.losses) < self.config.warmup_steps
         return Verdict(
             Action.ROLLBACK if go_back else Action.SKIP,
             reason=reason,
             evidence={"signal": signal, "value": value},
             if_state_is_bad=go_back,
             restart=is_early,
-            expected_loss=self.losses.center,
-            # The first few losses say little about what is usual.
-            doubt=Doubt.LAST_GOOD_BATCH if len(self.losses) < 5 else None,
+            expected_loss=self.losses.level() if len(self.losses) else None,
+            doubt=Doubt.TRIAL,
         )
 
-    def _loss_spike(self, loss: float) -> str | None:
-        if not math.isfinite(loss) or not self.losses or loss <= self.losses.largest:
-            return None  # nearly every step ends here, before anything is sorted
+    def _suspicion(self, view: StepView) -> tuple[str, str, float] | None:
+        """Why the step is suspect, by which signal, and its value."""
+        if self.num_harmless >= PATIENCE or not math.isfinite(view.loss):
+            return None
+        loss, norm = view.loss, view.grad_norm
         if len(self.losses) < self.config.warmup_steps:
-            limit = self.config.extreme * max(abs(value) for value in self.losses)
-            return f"loss {loss:.4g} during warm-up, more than {limit:.4g}" if loss > limit > 0 else None
-        center, spread = self.losses.center, self.losses.spread
-        limit = max(
-            center + self.config.z * spread,
-            center + (self.config.min_ratio - 1.0) * abs(center),
-            self.config.of_start * self.start,
-        )
-        if loss <= limit or self._is_in_tail(loss):
-            return None
-        z = f"{(loss - center) / spread:.3g} deviations" if spread > 0 else "far"
-        return f"loss {loss:.4g} is {z} above the usual {center:.4g}"
-
-    def _is_in_tail(self, loss: float) -> bool:
-        if min(self.losses) <= 0.0:
-            return False
-        logs = Recent(len(self.losses), map(math.log, self.losses))
-        return math.log(loss) <= logs.center + self.config.log_z * logs.spread
-
-    def _norm_spike(self, norm: float) -> str | None:
-        if not math.isfinite(norm) or len(self.norms) < self.config.warmup_steps or norm <= self.norms.largest:
-            return None
-        limit = max(self.config.grad_ratio * self.norms.center, self.start_norm)
-        if not norm > limit > 0:
-            return None
-        return f"gradient norm {norm:.4g} is over {self.config.grad_ratio:g} times the usual {self.norms.center:.4g}"
+            limit = self.config.extreme * max((abs(value) for value in self.losses.values), default=math.inf)
+            return (
+                (f"loss {loss:.4g} during warm-up, more than {limit:.4g}", "loss", loss) if loss > limit > 0 else None
+            )
+        less_ready = 1.0 + self.num_harmless / PATIENCE
+        if (high := self.losses.high(loss, self.config.z * less_ready)) is not None:
+            level, deviations, count = high
+            far = f"{deviations:.3g} deviations" if math.isfinite(deviations) else "far"
+            in_a_row = "" if count == 1 else f" at least, {count} steps in a row,"
+            return f"loss {loss:.4g} is{in_a_row} {far} above the usual {level:.4g}", "loss", loss
+        if view.consecutive_refusals and len(self.losses) and self.losses.is_above(loss, 1.0):
+            return (
+                f"loss {loss:.4g} is above the usual {self.losses.level():.4g}, right after a refused step",
+                "loss",
+                loss,
+            )
+        for signal, value, recent, ratio in (
+            ("grad_norm", norm, self.norms, self.config.grad_ratio),
+            ("update", view.signals.get(f"{self.name}.update"), self.updates, self.config.update_ratio),
+        ):
+            if value is None or len(recent) < self.config.warmup_steps or not math.isfinite(value):
+                continue
+            if value > ratio * less_ready * recent.largest > 0.0:
+                what = "gradient norm" if signal == "grad_norm" else "the update before, relative to the weights:"
+                return (
+                    f"{what} {value:.4g} is over {value / recent.largest:.3g} times the largest lately",
+                    signal,
+                    value,
+                )
+        return None
 
     def learn(self, view: StepView, decision: Decision) -> None:
+        if not math.isfinite(view.loss):
+            return
+        self.num_harmless *= 1.0 - self.config.tried_per_1000 / 1000.0 / PATIENCE
         if view.consecutive_refusals >= self.config.accept_after:
             self.losses.clear()
             self.norms.clear()
-        if not self.losses and not self.start:
-            self.start = abs(view.loss)
+        elif decision.was_tried(self.name) and not self.excursion.asks(view.loss):
+            self.num_harmless += 1.0
+            if not self.excursion and self.first is not None and self.losses.jumps(view.loss):
+                self.excursion.begin(view.step, self.losses.level(), self.first)
+        self.excursion.learn(view.loss)
+        self.first = view.loss if self.first is None else self.first
         self.losses.add(view.loss)
-        norm = min(view.grad_norm, view.limits.norm)
-        if math.isfinite(norm) and len(self.norms) < self.config.warmup_steps:
-            self.start_norm = max(self.start_norm, norm)
-        self.norms.add(norm)
+        if math.isfinite(norm := view.grad_norm):
+            self.norms.add(norm)
+        if (update := view.signals.get(f"{self.name}.update")) is not None and math.isfinite(update):
+            self.updates.add(update)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "losses": list(self.losses),
+            "usual": self.losses.state_dict(),
             "norms": list(self.norms),
-            "start": self.start,
-            "start_norm": self.start_norm,
+            "updates": list(self.updates),
+            "num_harmless": self.num_harmless,
+            "first": self.first,
+            "excursion": self.excursion.state_dict(),
+            "last_update": None if self._size is None else self._size.of_last_update(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.losses = Recent(self.config.window, state["losses"])
+        if self._size is not None:
+            self._size.restore(state.get("last_update"))
+        if "usual" not in state:  # of a version that knew shares of the first loss only
+            return
+        self.losses.load_state_dict(state["usual"])
         self.norms = Recent(self.config.window, state["norms"])
-        self.start, self.start_norm = state["start"], state["start_norm"]
+        self.updates = Recent(self.config.window, state["updates"])
+        self.num_harmless = state["num_harmless"]
+        self.first = state["first"]
+        self.excursion.load_state_dict(state["excursion"])

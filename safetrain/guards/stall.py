@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.history import Recent
 from ..core.options import option
-from ..core.verdict import COMMIT, Action, Decision, Finding, Verdict
+from ..core.verdict import COMMIT, Action, Decision, Doubt, Finding, Verdict
 from ..core.view import DeviceStep, StepView
 from .base import Guard
 from .statistics import Beginning, raised
@@ -41,7 +41,7 @@ class StallConfig:
     """What counts as far above: this many times the starting (or best) loss."""
 
 
-COUNTS = ("num_dead", "num_frozen", "num_constant")
+COUNTS = ("num_dead", "num_frozen", "num_constant", "patience")
 
 
 class Stall(Guard):
@@ -53,6 +53,8 @@ class Stall(Guard):
     def __init__(self, config: StallConfig | None = None, **options: Any) -> None:
         super().__init__(config, **options)
         self.num_dead = self.num_frozen = self.num_constant = 0
+        self.patience = 1
+        """How many times as long as the options say it takes: twice as long after each look that found nothing wrong."""
         self.norms = Recent(50)
         self.last = math.inf
         self.beginning = Beginning()
@@ -102,15 +104,15 @@ class Stall(Guard):
         return signals
 
     def judge(self, view: StepView) -> Verdict:
-        if self.num_dead >= self.config.dead_steps:
+        if self.num_dead >= self.config.dead_steps * self.patience:
             evidence: dict[str, Any] = {"signal": "grad_norm", "value": view.grad_norm}
             reason = f"the gradient has been zero for {self.num_dead} steps at a loss of {self.last:.4g}: the network is dead"
             return _dead(reason, evidence)
-        if self.num_frozen >= self.config.frozen_steps:
+        if self.num_frozen >= self.config.frozen_steps * self.patience:
             evidence = {"signal": "loss", "value": self.last}
             reason = f"the loss has been exactly {self.last:.6g} for {self.num_frozen} steps, its best was {self.beginning.best:.4g}"
             return _dead(reason, evidence)
-        if self.num_constant >= 3:
+        if self.num_constant >= 3 * self.patience:
             evidence = {"signal": "output_spread", "value": 0.0}
             reason = f"the model gives the same output for every sample of a batch, {self.num_constant} times in a row"
             return _dead(reason, evidence)
@@ -131,6 +133,9 @@ class Stall(Guard):
         loss, norm = view.loss, view.grad_norm
         if not math.isfinite(loss):
             return
+        if decision.was_tried(self.name):
+            self.patience *= 2
+            self.num_dead = self.num_frozen = self.num_constant = 0
         self.beginning.learn(loss, view.signals.get(f"{self.name}.weight_size"))
         if (spread := view.signals.get(f"{self.name}.output_spread")) is not None:
             self.num_constant = self.num_constant + 1 if spread == 0.0 else 0
@@ -149,14 +154,20 @@ class Stall(Guard):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in COUNTS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 1))
         self.last = math.inf if state["last"] is None else state["last"]
         self.norms = Recent(50, state["norms"])
         self.beginning.load_state_dict(state["beginning"])
 
 
 def _dead(reason: str, evidence: dict[str, Any]) -> Verdict:
-    return Verdict(Action.ROLLBACK, reason=reason, evidence=evidence, findings=(Finding("dead_network", reason),))
+    return Verdict(
+        Action.ROLLBACK,
+        reason=reason,
+        evidence=evidence,
+        findings=(Finding("dead_network", reason),),
+        doubt=Doubt.BRANCHES,
+    )
 
 
 def _has_samples(leaf: Any) -> bool:

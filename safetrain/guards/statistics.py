@@ -39,25 +39,26 @@ class Beginning:
         reason = (
             f"the first {self.num_seen} steps raised the loss from {self.start:.4g} to a mean of {self.smooth.mean:.4g}"
         )
-        return self._restart(reason, margin=0.02)  # with a slow warm-up the weights of the start are about as good
+        # With a slow warm-up the weights of the start are about as good.
+        return self._restart(reason, Doubt.SINCE_START, margin=0.02)
 
     def never_improved(self, after: int, rise: float) -> Verdict | None:
-        """The loss was never below its start, and is far above it. Confirmed in the same way."""
+        """The loss was never below its start, and is far above it. Confirmed by short runs from the start."""
         if self.num_seen != after or self.best < self.start or self.smooth.mean <= raised(self.start, rise):
             return None
         return self._restart(
             f"after {self.num_seen} steps the loss ({self.smooth.mean:.4g}) was never below its start ({self.start:.4g})",
-            margin=rise,
+            Doubt.BRANCHES,
         )
 
-    def _restart(self, reason: str, margin: float) -> Verdict:
+    def _restart(self, reason: str, doubt: Doubt, margin: float = 0.0) -> Verdict:
         """`margin`: by which share the loss must be above that of the start in the same step to confirm it."""
         return Verdict(
             Action.ROLLBACK,
             reason=reason,
             evidence={"signal": "loss", "value": self.smooth.mean},
             restart=True,
-            doubt=Doubt.SINCE_START,
+            doubt=doubt,
             doubt_margin=margin,
         )
 

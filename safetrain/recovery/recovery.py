@@ -160,6 +160,7 @@ class Recovery:
         return {
             "quarantine": self.quarantine.state_dict(),
             "known": self.investigator.state_dict(),
+            "trials": self.repairs.trials.state_dict(),
             "losses": self.repairs.last_good.state_dict(),
             "prevalence": self.prevalence.state_dict(),
         }
@@ -171,3 +172,5 @@ class Recovery:
         self.repairs.last_good.load_state_dict(state["losses"])
         if "prevalence" in state:
             self.prevalence.load_state_dict(state["prevalence"])
+        if "trials" in state:
+            self.repairs.trials.load_state_dict(state["trials"])

@@ -46,6 +46,12 @@ class RefusedStep:
     """Incidents before it that had the same cause."""
     was_reinitialised: bool = False
     """Some layers have new weights, so that the learning rate need not be lowered."""
+    harm: str | None = None
+    """What a trial of the update has shown that it would do."""
+    state_problem: str | None = None
+    """What trials have shown: the state is at fault, and going back is better."""
+    lr_share: float | None = None
+    """The share of the learning rate at which going back was best."""
     diagnosis: Diagnosis | None = None
     """What the investigation found; None if there was none."""
     local_blame: LocalBlame | None = None
@@ -131,17 +137,28 @@ class RefusedStep:
         return any(v.bad_state for v in self.decision.verdicts.values())
 
     @property
+    def since(self) -> int | None:
+        """The first step of the trouble, if a guard knows it."""
+        return min((v.since for v in self.decision.verdicts.values() if v.since is not None), default=None)
+
+    @property
+    def asks_for_restart(self) -> bool:
+        return any(v.restart for v in self.decision.verdicts.values())
+
+    @property
     def wants_restart(self) -> bool:
         """No progress yet, so there is nothing to go back to but the beginning."""
         if self.was_reinitialised:
             return False
-        if any(v.restart for v in self.decision.verdicts.values()):
+        if self.asks_for_restart:
             return True
         return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data
 
     @property
     def num_restarts(self) -> int:
         """How many times the learning rate is to be lowered by a restart: twice if the loss grew a millionfold."""
+        if self.lr_share is not None:
+            return round(-math.log10(self.lr_share))
         expected = [v.expected_loss for v in self.decision.verdicts.values() if v.expected_loss is not None]
         return 2 if any(self.view.loss > 1e6 * abs(level) for level in expected) else 1
 

@@ -16,13 +16,13 @@ from ..core.view import StepView
 from ..errors import CheckpointError
 from ..guards.islands import Islands
 from ..guards.sdc import Sdc
-from ..step.step import Outcome, Step
-from ..tensors.nest import copied
+from ..step.step import Step
 from ..tensors.rng import undisturbed_rng
 from ..tensors.sharded import is_sharded
 from .initial import all_layers, odd_layers, reinitialise
 from .last_good import LastGood
 from .refused_step import RefusedStep
+from .trials import Trials, mean_loss
 
 CAREFUL_STEPS = 20
 """After a bad state, updates whose result is looked at before they count: one of them may have made it."""
@@ -34,6 +34,11 @@ class Repairs:
     def __init__(self, step: Step, checkpoints: CheckpointPolicy) -> None:
         self._step, self._checkpoints = step, checkpoints
         self.last_good = LastGood()
+        self.trials = Trials(step, checkpoints, self.last_good)
+
+    def committed(self, window: Sequence[Any], view: StepView) -> None:
+        """A step was committed."""
+        self.last_good.committed(self._step.transaction.window_before(window), view.loss, view.update_size)
 
     # ---- the same step once more -------------------------------------------------------------------------------
 
@@ -67,28 +72,30 @@ class Repairs:
         if names := self._has_harmless_buffer(case):
             what = f"{', '.join(names)} is not finite; nothing depends on it, so it is not watched"
             return [f"step {case.view.step}: {what}"]
-        return [] if self._is_hard_batch(case) else None
+        if not self._is_harmless(case):
+            return None
+        return [] if (remark := self.trials.remark()) is None else [remark]
 
-    def _is_hard_batch(self, case: RefusedStep) -> bool:
-        """Whether a doubtful refusal is not confirmed, so that the step is committed."""
-        undoubted = case.decision.undoubted
-        if case.is_late or undoubted.action is not Action.COMMIT:
+    def _is_harmless(self, case: RefusedStep) -> bool:
+        """Whether all that refuse a step are in doubt, and no trial confirms it. The step is then committed."""
+        trials, decision = self.trials, case.decision.tried
+        if decision.action is not Action.COMMIT:
             return False
-        if case.may_restart and self._confirms_a_doubt(case):
+        if case.may_restart and not case.is_late and self._confirms_a_doubt(case):
             return False
-        step = self._step
-        step.transaction.rewind()
-        measurement = step.attempt(case.window)
-        view = step.view(measurement)
-        if self._differs_from(case, view):
-            step.undo(case.view.loss_scale)
+        doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}
+        problem = "the loss stays high" if Doubt.BRANCHES in doubts else None
+        if problem is None and Doubt.TRIAL in doubts:
+            problem = trials.state_is_suspect(case)
+        if problem is not None and (found := trials.going_back(case, case.wants_restart and case.may_restart)):
+            case.state_problem = f"{problem}; {found}"
             return False
-        outcome = step.commit(measurement, view, undoubted)
-        if outcome is Outcome.RUINED:
-            step.undo(case.view.loss_scale)
-            return False
-        case.applied = view, undoubted, case.window
-        return True
+        if case.is_late:
+            self._step.learn(case.view, decision)
+            case.applied = case.view, decision, case.window
+        else:
+            case.harm = trials.update(case, decision, Doubt.TRIAL in doubts, self._differs_from)
+        return case.harm is None
 
     def _differs_from(self, case: RefusedStep, view: StepView) -> bool:
         """Whether this second computation of the step gave other gradients, for guards that doubt the first one."""
@@ -116,7 +123,7 @@ class Repairs:
         try:
             first.state.restore_training(step)
             case.random_state.restore()
-            loss = self._mean_loss(case.window)
+            loss = mean_loss(step, case.window)
         finally:
             now.restore_training(step)
             step.transaction.expect_weights()
@@ -163,7 +170,7 @@ class Repairs:
             if not window:
                 continue
             with undisturbed_rng():
-                loss = self._mean_loss(window)
+                loss = mean_loss(step, window)
                 peak = step.transaction.buffer_peak()
             step.transaction.restore()
             if step.exchange.any_rank(peak is not None and not math.isfinite(float(peak))):
@@ -171,20 +178,6 @@ class Repairs:
             if not good.is_as_good(loss):
                 return f"{name} is bad now too (loss {loss:.4g}): the state is at fault, not the data"
         return None
-
-    def _mean_loss(self, window: Sequence[Any]) -> float:
-        """Over all ranks, without gradients, at the present weights. NaN if a rank raises."""
-        step = self._step
-        try:
-            with torch.no_grad(), step.exchange.alone(step), step.patches.scope:
-                losses = [step.forward(copied(batch))[0] for batch in window]
-            loss = torch.stack([loss.float() for loss in losses]).mean()
-        except Exception:
-            if step.exchange.world_size == 1:
-                raise
-            # The other ranks wait for an answer.
-            loss = torch.full((), math.nan, device=step.device)
-        return float(step.exchange.mean(loss))
 
     # ---- going back --------------------------------------------------------------------------------------------
 

@@ -150,9 +150,13 @@ class Skip(Rung):
         return config.max_refusals + 1  # the bound on all refusals comes first, and says so
 
     def fits(self, case: RefusedStep) -> bool:
-        return case.decision.action is Action.SKIP or case.needs_probe
+        return case.decision.action is Action.SKIP or case.needs_probe or case.state_problem is not None
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        if case.state_problem is not None:
+            return case.state_problem
+        if case.harm is not None and case.decision.action is Action.SKIP:
+            return Resolution(Action.SKIP, [f"tried: {case.harm}; refused"])
         is_dynamics = case.is_non_finite and not case.is_fault_of_data
         if case.decision.action is Action.SKIP and (case.is_fault_of_data or not repairs.has_good_batch()):
             return Resolution(Action.SKIP, is_dynamics=is_dynamics)
@@ -207,7 +211,7 @@ class Rollback(Rung):
         where = repairs.roll_back(case, self.to)
         if where is None:
             return "there is nothing to go back to"
-        return Resolution(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=True)
+        return Resolution(Action.ROLLBACK, [f"went back to {where}"], is_dynamics=case.lr_share != 1.0)
 
 
 class Disk(Rollback):

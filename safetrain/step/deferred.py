@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._private import fused
-from ..core.verdict import Action, Decision, Verdict, merge
+from ..core.verdict import Action, Decision, Doubt, Verdict, merge
 from ..core.view import StepView
 from ..errors import UsageError
 from ..tensors.rng import RandomState
@@ -188,7 +188,9 @@ class Deferral:
                     for tensor, value in each.batch:
                         with torch.no_grad():
                             tensor.copy_(value)
-                    went_back = refused(late) is Action.ROLLBACK
+                    action = refused(late)
+                    went_back = action is Action.ROLLBACK
+                    num_committed += action is Action.COMMIT
         except BaseException:
             self._record(steps, undone)
             raise
@@ -238,7 +240,9 @@ class Deferral:
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
-        decision = self._step.judge(view).undoubted  # a doubt can only be checked on the step itself, which is over
+        decision = self._step.judge(view).doubted_only_by(
+            Doubt.BRANCHES
+        )  # other doubts need the step itself, which is over
         if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
             verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})

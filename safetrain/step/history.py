@@ -26,6 +26,8 @@ class History:
         self.rollback_steps: deque[int] = deque(maxlen=1000)
         self.total_steps: int | None = None
         """Steps that the run will take, if that is known."""
+        self.lr_shares: dict[int, float] = {}
+        """The share of the learning rate that a trial found best, by the step of `dynamics_steps`."""
         self.guard_seconds = 0.0
         """Spent by this process on what guards do in each step."""
 
@@ -36,6 +38,7 @@ class History:
             "refused_steps": self.refused_steps,
             "dynamics_steps": self.dynamics_steps,
             "rollback_steps": self.rollback_steps,
+            "lr_shares": self.lr_shares,
             "num_restarts": self.num_restarts,
             "total_steps": self.total_steps,
             "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
@@ -53,6 +56,12 @@ class History:
             self.num_refusals += 1
             self.refused_steps.append(step)
 
+    def went_wrong(self, step: int, lr_share: float | None) -> None:
+        """The training dynamics were at fault. `lr_share`: see `lr_shares`."""
+        self.dynamics_steps.append(step)
+        if lr_share is not None:
+            self.lr_shares[step] = lr_share
+
     def rolled_back(self) -> None:
         self.consecutive_refusals = self.consecutive_overflows = 0
         self.refused_steps.clear()
@@ -62,6 +71,7 @@ class History:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             **{name: list(getattr(self, name)) for name in HISTORIES},
+            "lr_shares": [list(item) for item in self.lr_shares.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
@@ -70,3 +80,4 @@ class History:
             setattr(self, name, state[name])
         for name in HISTORIES:
             getattr(self, name).extend(state[name])
+        self.lr_shares = {int(step): float(share) for step, share in state.get("lr_shares", [])}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -228,6 +229,25 @@ class Transaction:
         """As `restore`, and the random state too: what follows sees exactly what the step saw."""
         self.restore()
         self.random_state.restore()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, forward passes that are no part of the step: what they write to buffers and weights is undone at the end."""
+        contents = [dict(held) for held in self._held]
+        modes = list(map(_TRAINING, self._modules))
+        values = [(t, t.detach().clone()) for t in (*_tensors(contents), *self._weights.tensors)]
+        try:
+            yield
+        finally:
+            for held, before in zip(self._held, contents, strict=True):
+                if isinstance(held, dict):
+                    held.clear()
+                    held.update(before)
+            for tensor, value in values:
+                with torch.no_grad():
+                    local(tensor).copy_(local(value))
+            for module, training in zip(self._modules, modes, strict=True):
+                module.training = training
 
     @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:

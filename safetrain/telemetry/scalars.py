@@ -23,7 +23,7 @@ LAYOUT = {
         "learning rate": ["optim/lr"],
         "scale of the learning rate, share of clipped steps": ["health/lr_scale", "health/clip_fraction"],
         "loss, in deviations from the recent ones": ["health/loss_z"],
-        "update-to-weight ratio": ["health/update_ratio"],
+        "update-to-weight ratio": ["health/update_ratio", "health/update_size"],
     }
 }
 """Charts of TensorBoard's custom scalars: the whole state of a run on one page."""
@@ -49,6 +49,10 @@ def step_scalars(record: StepRecord, vitals: Vitals) -> dict[str, float]:
     known = {"health/clip_fraction": vitals.clip_fraction, "perf/steps_per_second": vitals.steps_per_second}
     if len(vitals.recent_losses) >= 10:
         values["health/loss_z"] = vitals.loss_z  # NaN for a NaN loss
+    if view.limits.norm < view.grad_norm:
+        values["health/clipped_to"] = view.limits.norm / view.grad_norm
+    if view.update_size is not None:
+        values["health/update_size"] = view.update_size
     if view.loss_scale != 1.0:
         values |= {"precision/loss_scale": view.loss_scale, "precision/overflows": vitals.num_overflows}
     known |= {tag: gauge() for tag, gauge in vitals.gauges.items()}

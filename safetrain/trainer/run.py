@@ -357,7 +357,7 @@ class Run:
             self.history.num_restarts += case.num_restarts if case.wants_restart else 0
             self.history.consecutive_refusals = 0
         if resolution.is_dynamics:
-            self.history.dynamics_steps.append(view.step)
+            self.history.went_wrong(view.step, case.lr_share)
             if not case.has_non_finite_number and incident.cause.label == "unknown":
                 explanation = f"every number was finite, but training diverged: {'; '.join(incident.decision.reasons)}"
                 incident.cause = Cause("divergence", explanation)

@@ -106,7 +106,7 @@ class Session:
         """Record a step that is in the weights now."""
         if view.scaler_overflow:  # fp16: the scaler's own way of skipping a step
             return self.run.stepped(view, decision, "overflow")
-        self.recovery.repairs.last_good.committed(self.step.transaction.window_before(window), view.loss)
+        self.recovery.repairs.committed(window, view)
         self.run.stepped(view, decision, "commit")
         if self.step.schedule.is_stepped_elsewhere:
             self.run.say_once(
