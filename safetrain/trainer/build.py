@@ -81,11 +81,12 @@ def prepare_model(
     """
     if not model.training:
         model.train()
-    if not is_placed(model):
+    is_to_shard = machine.world_size > 1 and loop.strategy == "fsdp" and not is_sharded(model)
+    if not is_placed(model) and not is_to_shard:  # what is sharded may be larger than the device
         model.to(machine.device)
     if is_sharded(model):
         keep_sharded(model)
-    elif machine.world_size > 1 and loop.strategy == "fsdp":
+    elif is_to_shard:
         dtype = AUTOCAST_DTYPES[loop.shard_dtype]
         shard_model(model, machine.device, loop.shard_blocks, _island_names(model, guards), dtype, optimizer)
     called = model

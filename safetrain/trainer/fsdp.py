@@ -32,9 +32,10 @@ def shard_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     before = _named(model)
+    is_empty = _check_meta(model)
     with torch.no_grad():
-        for tensor in (*before.values(), *model.buffers()):
-            value = tensor.detach().contiguous()
+        for tensor in () if is_empty else (*before.values(), *model.buffers()):
+            value = tensor.detach().to(device).contiguous()  # one at a time: the model may be larger than the device
             dist.broadcast(value, 0)
             tensor.copy_(value)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -50,8 +51,36 @@ def shard_model(
             fully_shard(module, mesh=mesh, mp_policy=high if name in set(islands) else low)
     # By default the outermost module stays whole after a forward pass, also after one that no backward follows.
     fully_shard(model, mesh=mesh, mp_policy=low, reshard_after_forward=True)
+    if is_empty:
+        _initialise(model, device)
     if optimizer is not None:
         _hand_over(optimizer, before, model)
+
+
+def _check_meta(model: nn.Module) -> bool:
+    """Whether the model was made on the meta device, without values; then each module must be able to make its own."""
+    on_meta = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta}
+    if not on_meta:
+        return False
+    owners = {name.rpartition(".")[0] for name in on_meta}
+    mute = [name for name in owners if not callable(getattr(model.get_submodule(name), "reset_parameters", None))]
+    if mute or any(not parameter.is_meta for parameter in model.parameters()):
+        what = f"{sorted(mute)[0] or 'the model itself'} has no reset_parameters()" if mute else "only some are"
+        raise UsageError(
+            f"parameters are on the meta device, and {what}, so they cannot be given values.\n"
+            "To fix: make the whole model on the meta device, of modules with reset_parameters(); or make it on the CPU, from where it "
+            "is sharded one unit at a time."
+        )
+    return True
+
+
+def _initialise(model: nn.Module, device: torch.device) -> None:
+    """Give each process's part its first values."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for module in model.modules():
+            if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                module.reset_parameters()  # type: ignore[operator]
 
 
 def keep_sharded(model: nn.Module) -> None:
