@@ -166,7 +166,7 @@ def _report(bundle: Bundle, replayed: Replayed, as_json: bool) -> None:
         show(found, title, style)
     else:
         say(title, style)
-        is_same = found.replay.reproduced is True
+        is_same = found.replay.bitwise is True
         say(f"  {found.decision.reasons[0]}{', and its loss is the recorded one, bit for bit' if is_same else ''}")
     for difference in replayed.differences:
         say(f"  different: {difference}")

@@ -93,6 +93,10 @@ class LoopConfig:
     """A step that does not fit into memory is tried once more after what is cached was freed. Then `stop`: the run is saved and ends. `halves`:
     each of its batches is split in two and their gradients are averaged, as `grad_accum` does; statistics over a batch (BatchNorm) are
     then those of half a batch. One process only."""
+    compile_mode: str | None = option(
+        None, choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    )
+    """How `torch.compile` trades time of compilation for speed, as its `mode`; null: its default."""
     num_processes: int | None = option(None, ge=1)
     """How many processes the run must have; another number is an error at start. null: as many as were started."""
     rank_timeout_seconds: float = option(1800.0, gt=0.0)

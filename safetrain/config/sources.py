@@ -6,6 +6,7 @@ import difflib
 import os
 from pathlib import Path
 
+from ..core.files import relative_to
 from .merge import merge
 from .targets import with_absolute_targets
 from .tree import MAX_BYTES, Node, Place, Problems, YamlError, from_yaml
@@ -115,7 +116,7 @@ class FileReader:
 
     def _parse(self, path: Path) -> Node | None:
         label = display(path)
-        origin = os.path.relpath(path, self.main.parent)
+        origin = relative_to(path, self.main.parent)
         try:
             if path.stat().st_size > 4 * MAX_BYTES:
                 raise YamlError(

@@ -33,6 +33,14 @@ def as_number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
+def relative_to(path: str | Path, start: str | Path = ".") -> str:
+    """The path as seen from `start`; itself where there is no way, as between two drives."""
+    try:
+        return os.path.relpath(path, start)
+    except ValueError:
+        return str(path)
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), allow_nan=False, indent=indent)
 

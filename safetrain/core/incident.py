@@ -116,7 +116,12 @@ class Remedy:
 @dataclass
 class Replay:
     reproduced: bool | None = None
+    """The replay went bad in the same way: a loss of the same kind (NaN, infinite, or about the same number), with the same operation to
+    blame in each replay. None: there was nothing to compare with."""
     deterministic: bool | None = None
+    """Two replays gave the same loss bit for bit. Sums in no fixed order, as GPUs make them, do not."""
+    bitwise: bool | None = None
+    """The replay gave the loss of the step bit for bit."""
 
 
 @dataclass

@@ -93,7 +93,8 @@ class RunLock:
                     os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
                 )
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)  # os.pwrite is not there on Windows
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError:
             pass  # a full disk: the lock holds, only the name in it is missing
         except RunDirectoryError:

@@ -49,12 +49,16 @@ class Machine:
         on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
         restarted.join(on_cpu, seconds)
         timeout = InitProcessGroupKwargs(timeout=seconds)
-        self._accelerator = Accelerator(
-            cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
-        )
+        self._shared: Accelerator | None = None
+        if (
+            _has_company()
+        ):  # its state is that of the whole process: two trainers with different devices cannot share it
+            self._shared = Accelerator(
+                cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
+            )
         self.device = self._pick_device(device)
-        self.rank: int = self._accelerator.process_index
-        self.world_size: int = self._accelerator.num_processes
+        self.rank: int = 0 if self._shared is None else self._shared.process_index
+        self.world_size: int = 1 if self._shared is None else self._shared.num_processes
         self._check_num_processes(num_processes)
         self.link: Link | None = None
         """The other processes; None if there are none."""
@@ -63,9 +67,14 @@ class Machine:
         if self.world_size > 1:
             self.link = Link(self.rank, self.world_size, self.device, rank_timeout_seconds)
 
+    @property
+    def _accelerator(self) -> Accelerator:
+        assert self._shared is not None  # only asked for with several processes
+        return self._shared
+
     def _pick_device(self, asked: str) -> torch.device:
         if asked == "auto":
-            return torch.device(self._accelerator.device)
+            return _own_device() if self._shared is None else torch.device(self._shared.device)
         try:
             device = torch.device(asked)
             torch.empty(1, device=device)
@@ -74,8 +83,8 @@ class Machine:
                 f"loop.device is {asked!r}, which this machine cannot use: {str(error).splitlines()[0]}\n"
                 "To fix: use loop.device=auto, or cpu."
             ) from error
-        if device.type == "cuda" and self._accelerator.num_processes > 1:
-            return torch.device(self._accelerator.device)  # one GPU per process
+        if device.type != "cpu" and self._shared is not None and self._shared.num_processes > 1:
+            return torch.device(self._shared.device)  # one device per process
         return device
 
     def _check_num_processes(self, num_processes: int | None) -> None:
@@ -141,6 +150,22 @@ class Machine:
             self._accelerator.free_memory()  # it holds the model, too
         if self.link is not None:
             self.link.close()
+
+
+def _has_company() -> bool:
+    """Whether a launcher has started several processes, in one of the ways that accelerate knows."""
+    sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    if any(os.environ.get(name, "1") not in ("", "1") for name in sizes):
+        return True
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _own_device() -> torch.device:
+    """Of a process that is alone: the current accelerator, if there is one and accelerate was not launched for the CPU."""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found
 
 
 def leave_process_group() -> None:

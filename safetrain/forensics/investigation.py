@@ -26,7 +26,7 @@ from .fixes import suggest
 from .lineage import lineage_of
 from .path import propagation
 from .raised import explain_error, is_numeric
-from .replay import Replayer, Result, Trace, is_same_loss
+from .replay import Replayer, Result, Trace, is_like, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
 from .substitutes import Patch
@@ -246,12 +246,13 @@ def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
 
 def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay:
     loss = trace.losses[0] if len(trace.losses) == 1 else torch.stack(trace.losses).mean() if trace.losses else None
-    reproduced = is_same_loss(loss, replayer.step.loss)
+    original = replayer.step.loss
+    reproduced, bitwise = is_like(loss, original), is_same_loss(loss, original)
     if again is None:
-        return Replay(reproduced)
-    same = is_same_loss(again.loss, loss)
+        return Replay(reproduced, bitwise=bitwise)
     # Without the original loss, what was found on one replay is reproduced if another gives the same.
-    return Replay(reproduced if replayer.step.loss is not None else same, same)
+    reproduced = reproduced if original is not None else is_like(again.loss, loss)
+    return Replay(reproduced, is_same_loss(again.loss, loss), bitwise)
 
 
 def _compare_with_compiled(replayer: Replayer, trace: Trace) -> Diagnosis:

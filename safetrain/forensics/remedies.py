@@ -20,6 +20,7 @@ from ..precision.islands import kept_in_fp32
 from ..tensors.devices import is_host
 from ..tensors.gradients import collect, overflow_free_norm
 from ..tensors.nest import map_tensors, tensors_in
+from ..tensors.rng import RandomState
 from .backward_functions import SUFFIX, find_function
 from .finding import DATA, LOSS, Finding, locate, locate_buffer
 from .on_host import MAX_ON_HOST, in_double_on_host
@@ -115,11 +116,11 @@ def retry(trials: Trials) -> Iterator[Remedy]:
 
 
 def retry_with_other_random_numbers(trials: Trials) -> Iterator[Remedy]:
-    before = torch.get_rng_state()
+    before = RandomState.capture(with_host=False)
     trials.replayer.sandbox.rewind()
-    if torch.equal(before, torch.get_rng_state()):
+    if before.same_of_torch(RandomState.capture(with_host=False)):
         return  # the step draws no random numbers
-    torch.set_rng_state(before)
+    before.restore()
     yield trials.replay("other_random_numbers", "the same step with other random numbers", rewind_random=False)
 
 

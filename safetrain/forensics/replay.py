@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from .._private import compiler
 from ..tensors.bounds import Bounds
 from ..tensors.nest import in_code, map_tensors, named_tensors
 from ..tensors.originals import note_moved, original_of
+from ..tensors.rng import RandomState
 from .facts import examined
 from .sandbox import Sandbox
 from .step import Step
@@ -125,10 +127,10 @@ class Replayer:
     ) -> Result:
         """Run the window with `changes` entered around it. An exception of the step is a result, not raised."""
         self.num_replays += 1
-        random_now = torch.get_rng_state()
+        random_now = RandomState.capture(with_host=False)
         self.sandbox.rewind()
         if not rewind_random:
-            torch.set_rng_state(random_now)
+            random_now.restore()
         window = self.step.window if window is None else window
         result, losses = Result(), []
         with ExitStack() as stack:
@@ -334,6 +336,21 @@ def _is_mask(kind: str, tensor: Tensor) -> bool:
         return is_mask(tensor)
     values = numbers(tensor)  # a buffer may hold both a mask and a position bias
     return values is not None and not bool((values == torch.inf).any())
+
+
+NOISE = 1e-2
+"""Losses of one step that differ by no more, relative to their size: half precision, sums in another order."""
+
+
+def is_like(loss: Tensor | None, original: Tensor | float | None) -> bool | None:
+    """The same step may give it: NaN for NaN, Inf for Inf, and nearly the same number. Kernels that add in no fixed order, and
+    compiled ones, seldom give the same bits twice."""
+    if loss is None or original is None:
+        return None
+    one, other = float(loss), float(original)
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return one == other or (one != one and other != other)
+    return math.isclose(one, other, rel_tol=NOISE)
 
 
 def is_same_loss(loss: Tensor | None, original: Tensor | float | None) -> bool | None:

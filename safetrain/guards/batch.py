@@ -54,7 +54,10 @@ class Batch(Guard):
             return None
         from .batch_checks import output_shapes
 
-        return model.register_forward_hook(lambda _, args, output: self._shapes.update(output_shapes(output))).remove
+        def note_shapes(_: nn.Module, args: Any, output: Any) -> None:
+            self._shapes.update(output_shapes(output))
+
+        return model.register_forward_hook(note_shapes).remove
 
     def begin(self, step: int, num_refused: int) -> None:
         self._shapes.clear()

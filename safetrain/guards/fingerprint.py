@@ -23,7 +23,9 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 
 def as_signal(digest: Tensor) -> Tensor:
     """0-d, exact in float32."""
-    return (digest & _MASK).to(torch.float32)
+    # A number would reach a backend written in Python as no tensor, which the operation wants.
+    mask = torch.full((), _MASK, dtype=digest.dtype, device=digest.device)
+    return (digest & mask).to(torch.float32)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.files import write_text
+from ..core.files import relative_to, write_text
 from ..core.incident import describe_operand
 from ..core.numbers import exact, listed
 from ..core.text import printable, source_of_file
@@ -189,7 +189,7 @@ def _listed_source(file: str, line: int, code: str, context: int) -> list[str]:
 def as_typed(file: str) -> str:
     """Relative when it lies below the current directory; an installed file without what leads to its package."""
     file = _INSTALLED.sub("", file)
-    below = os.path.relpath(file) if os.path.isabs(file) else file
+    below = relative_to(file) if os.path.isabs(file) else file
     return file if below.startswith("..") else below
 
 
@@ -248,7 +248,10 @@ def replayed(incident: Incident) -> str:
         None: "not compared with the original",
     }
     deterministic = {True: ", twice the same", False: ", but not twice the same", None: ""}
-    return reproduced[incident.replay.reproduced] + deterministic[incident.replay.deterministic]
+    replay = incident.replay
+    if replay.reproduced and replay.bitwise is False:
+        return "reproduced, but for the last bits of the loss"
+    return reproduced[replay.reproduced] + deterministic[replay.deterministic]
 
 
 # ---- report.md ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ..forensics import Diagnosis, Effort, Step, diagnose
 from ..forensics.patches import Patches
 from ..forensics.sandbox import modules_behind
 from ..precision import islands
+from ..tensors.devices import note_in_use
 from ..tensors.module_globs import named
 from ..tensors.nest import to_device
 from ..tensors.rng import RandomState
@@ -94,6 +95,9 @@ def prepared(
             _restore_optimizer(optimizer, contents["optimizer"])
         patches.load_state_dict({"patches": contents["patches"]})
         random_state = RandomState.from_plain(contents["random_state"])
+        note_in_use([device])
+        if elsewhere := random_state.unplaced():
+            notes.append(f"random numbers drawn on {', '.join(elsewhere)} (dropout masks) are other ones here")
         random_state.restore()
     notes += [f"with its patches: {', '.join(patches.descriptions())}"] if contents["patches"] else []
     notes += [f"with its float32 islands: {', '.join(contents['islands'])}"] if contents["islands"] else []
@@ -231,7 +235,12 @@ def _compared(recorded: Incident, diagnosis: Diagnosis, notes: list[str]) -> Rep
     if not was_bad and not diagnosis.healthy:
         differences = [f"recorded as finite, now {diagnosis.signal} is not"]
     if diagnosis.replay.reproduced is False:
-        differences.append("the loss is not bit for bit the recorded one")
+        differences.append("the loss is not the recorded one, neither bit for bit nor nearly")
+    elif diagnosis.replay.bitwise is False:
+        notes = [
+            *notes,
+            "the loss is that of the run but for its last bits: its sums are made in no fixed order, or elsewhere",
+        ]
     return Replayed(DIFFERENT if differences else REPRODUCED, found, differences, notes)
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._private.compiler import FullPrecisionBackward
 
+_REPLAYING: WeakSet[nn.Module] = WeakSet()
 _COMPILED: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
 
-def note_compiled(model: nn.Module, compiled: nn.Module) -> None:
-    """`compiled`, which `torch.compile` made of the model, is called in its place from now on."""
+def note_compiled(model: nn.Module, compiled: nn.Module, replays_graphs: bool = False) -> None:
+    """`compiled`, which `torch.compile` made of the model, is called in its place from now on. `replays_graphs`: the next call
+    overwrites what it has returned (CUDA graphs)."""
     _COMPILED[model] = ref(compiled)
+    if replays_graphs:
+        _REPLAYING.add(model)
+
+
+def replays_graphs(model: nn.Module) -> bool:
+    return model in _REPLAYING
 
 
 def called_for(model: nn.Module) -> nn.Module:
@@ -21,6 +31,12 @@ def called_for(model: nn.Module) -> nn.Module:
     and each change of them would recompile it."""
     compiled = _COMPILED.get(model, ref(model))()
     return model if compiled is None else compiled
+
+
+def kept(loss: Tensor, metrics: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Loss and metrics that the next replay of a graph does not overwrite."""
+    copies = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    return loss.clone(), copies
 
 
 COMPILED_BACKWARD = FullPrecisionBackward()

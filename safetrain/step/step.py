@@ -28,9 +28,11 @@ from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
 from ..optim.parameters import all_parameters
 from ..optim.schedule import Schedule, scaled_lr
+from ..precision.compiled import kept, replays_graphs
 from ..precision.mixed import Precision
 from ..tensors import gradients
 from ..tensors.bounds import Bounds
+from ..tensors.devices import place
 from ..tensors.nest import same_nest
 from . import views
 from .audit import Audit
@@ -101,6 +103,7 @@ class Step:
         """Names of what the first forward returned that cannot be logged as a metric; None before it."""
         self.auxiliary_modules: list[nn.Module] = []
         """Modules that take part in a step without being part of the model: a loss with buffers, say."""
+        self._replays_graphs = replays_graphs(model)
         self.stateful: dict[str, Stateful] = {}
         """Further parts that are saved and restored with the step's own."""
         self.blind_spot: Callable[[], str] = str
@@ -120,6 +123,8 @@ class Step:
     def include(self, modules: Iterable[nn.Module]) -> None:
         """Auxiliary modules: what a step writes to them is undone with it."""
         self.auxiliary_modules = list(modules)
+        for module in self.auxiliary_modules:
+            place(module, self.device)
         self.transaction.include(self.auxiliary_modules)
 
     @property
@@ -186,6 +191,8 @@ class Step:
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Loss and metrics of one micro-batch."""
+        if self._replays_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with self.precision.autocast():
             output = self.training_step(self.called, same_nest(batch))
         loss, metrics = split_loss(output, "training_step")
@@ -193,7 +200,7 @@ class Step:
             self.unlogged = unlogged_values(output)
         if not loss.requires_grad and torch.is_grad_enabled():
             raise no_graph("training_step")
-        return loss, metrics
+        return kept(loss, metrics) if self._replays_graphs else (loss, metrics)
 
     # ---- measure and judge -------------------------------------------------------------------------------------
 

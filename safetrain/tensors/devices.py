@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _in_use: dict[torch.device, None] = {}
 
@@ -47,6 +47,13 @@ def _asked(device: torch.device, name: str, *args: Any) -> Any:
         return function(*args)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):
         return None
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move a module that is on the host as a whole to the device. One that is on some device already was put there."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if not is_host(device) and all(is_host(tensor.device) for tensor in tensors):
+        module.to(device)
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------

@@ -37,6 +37,12 @@ class RandomState(NamedTuple):
         if self.torch_devices:
             devices.set_random_states(self.torch_devices)
 
+    def same_of_torch(self, other: RandomState) -> bool:
+        """The same state of torch's generators, on the host and on the devices in use."""
+        ours, theirs = self.torch_devices, other.torch_devices
+        same = ours.keys() == theirs.keys() and all(torch.equal(state, theirs[name]) for name, state in ours.items())
+        return same and torch.equal(self.torch_cpu, other.torch_cpu)
+
     def unplaced(self) -> list[str]:
         """Devices with a state of which there is no such kind here: random numbers drawn there (dropout masks) will differ."""
         return devices.unplaced(self.torch_devices)

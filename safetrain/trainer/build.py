@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import DistNetworkError
 from torch.optim import Optimizer
 
+from .._private.compiler import BACKWARD
 from ..config import load_config
 from ..config.schema import Config, LoopConfig
 from ..config.targets import import_target, instantiate_loss
@@ -54,9 +55,12 @@ def open_machine(config: Config) -> Machine:
     loop = config.loop
     try:
         machine = Machine(loop.device, num_processes=loop.num_processes, rank_timeout_seconds=loop.rank_timeout_seconds)
-    except DistNetworkError as error:
+    except RuntimeError as error:
+        in_use = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        if not (in_use or isinstance(error, DistNetworkError)):  # older versions of torch raise a plain RuntimeError
+            raise
         address, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
-        if "EADDRINUSE" in str(error):
+        if in_use:
             problem = f"port {port}, at which the processes of this run are to meet, is in use by another program"
             fix = "start it with another port (torchrun --master-port N, or MASTER_PORT=N), or with torchrun --standalone, which finds a free one"
         else:
@@ -92,8 +96,12 @@ def prepare_model(
     called = model
     if loop.compile:
         backend = "inductor" if loop.compile is True else loop.compile
-        called = torch.compile(model, backend=backend)  # type: ignore[assignment]
-        note_compiled(model, called)
+        called = torch.compile(model, backend=backend, mode=loop.compile_mode)  # type: ignore[assignment]
+        note_compiled(model, called, loop.compile_mode in ("reduce-overhead", "max-autotune"))
+        if loop.precision != "fp32" and any(
+            isinstance(g, Islands) and (g.config.modules or g.config.loss) for g in guards
+        ):
+            BACKWARD.require("leave out loop.compile or guards.islands, or use a torch that has it (2.9 or newer).")
     if machine.world_size > 1 and not is_sharded(model):
         called = machine.replicate(called)
     _separate_random_streams(machine.rank)

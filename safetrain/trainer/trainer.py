@@ -23,6 +23,7 @@ from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
 from ..step.memory import attempt
 from ..step.step import Outcome, Stage, Step
+from ..tensors.devices import place
 from . import build, checks
 from .evaluation import Evaluation
 from .hooks import TrainerHooks
@@ -104,6 +105,8 @@ class SafeTrainer(TrainerHooks):
         )
         self.evaluation = Evaluation(evaluated, loop, self.stepper, self.evaluation_step, self.machine.link)
         self._run: Run | None = None
+        for module in self.auxiliary_modules():
+            place(module, self.machine.device)
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 

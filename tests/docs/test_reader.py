@@ -158,7 +158,7 @@ def test_a_reader_explains_an_incident(tmp_path):
     assert incident["cause"]["label"] == "empty_reduction"
     assert incident["origin"]["inputs"][0]["shape"][0] == 1  # a batch of one
     assert incident["samples"] == []
-    assert incident["replay"] == {"reproduced": True, "deterministic": True}
+    assert incident["replay"] == {"reproduced": True, "deterministic": True, "bitwise": True}
     assert incident["decision"]["action"] == "skip"
     fixed = load_config("contrastive_broken", [*small, "data.drop_last=true"])
     assert SafeTrainer(config=fixed, run_dir="runs/second").fit().healthy

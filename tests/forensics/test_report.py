@@ -43,7 +43,7 @@ def test_json_is_valid_and_has_the_documented_fields() -> None:
     }  # fmt: skip
     assert fields["origin"]["inputs"][0]["zeros"] == 1
     assert fields["samples"] == [2]
-    assert fields["replay"] == {"reproduced": True, "deterministic": True}
+    assert fields["replay"] == {"reproduced": True, "deterministic": True, "bitwise": None}
     assert {"name", "finite", "loss", "detail"} == set(fields["remedies"][0])
     assert fields["propagation"][-1] == "the loss"
 

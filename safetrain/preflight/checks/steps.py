@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.files import relative_to
 from ...core.numbers import amount, listed
 from ...forensics import Effort, Step, diagnose
 from ...forensics.scan import is_healthy
@@ -108,7 +109,7 @@ _ROWS = re.compile(r"without samples \[[\d, ]*\]")
 
 
 def _short(file: str) -> str:
-    below = os.path.relpath(file)
+    below = relative_to(file)
     return os.path.basename(file) if below.startswith("..") else below
 
 
