@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.comm import num_processes
+from ..tensors.devices import wide
 from ..tensors.nest import tensors_in
 from .fingerprint import as_signal
 
@@ -45,6 +46,9 @@ def _same_memory(one: Tensor | None, other: Tensor) -> bool:
 
 def _digest(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    values = flat[:: -(-flat.numel() // MOST)].double().nan_to_num()
+    values = wide(flat[:: -(-flat.numel() // MOST)]).nan_to_num()
     factors = torch.arange(1, values.numel() + 1, device=values.device, dtype=values.dtype)
-    return (values * factors.sqrt()).sum().view(torch.int64) >> 16
+    total = (values * factors.sqrt()).sum()
+    if total.dtype is torch.float64:
+        return total.view(torch.int64) >> 16
+    return total.view(torch.int32).to(torch.int64)  # a device without float64

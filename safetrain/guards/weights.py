@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.comm import gather, num_processes
+from ..tensors.devices import sent
 from .fingerprint import Sample, as_signal, digests
 
 _VERSION = operator.attrgetter("_version")
@@ -70,11 +71,11 @@ class WeightLooks:
     def _compare(self, applied: Applied, now: Tensor) -> dict[str, Tensor]:
         same = applied.before == applied.after
         untouched = [a == b for a, b in zip(map(_VERSION, self.tensors), applied.versions, strict=True)]
-        changed = (now != applied.after) & torch.tensor(untouched).to(now.device)
-        self._changed = changed & ~self._written.to(now.device)
+        changed = (now != applied.after) & sent(torch.tensor(untouched), now.device)
+        self._changed = changed & ~sent(self._written, now.device)
         found = {"unchanged": same.float().mean(), "corrupt": self._changed.sum().float()}
         if applied.step < 2:  # what is written from the start is written on purpose
-            self._written = self._written.to(now.device) | changed
+            self._written = sent(self._written, now.device) | changed
             found["corrupt"] = torch.zeros_like(found["corrupt"])
         if applied.strong is not None:
             stuck = same & applied.strong
@@ -93,9 +94,9 @@ class WeightLooks:
         places = [index for index, tensor in enumerate(self.tensors) if tensor.dim() > 1]
         if (third := len(places) // 3) >= 2:
             sizes = torch.tensor([self.tensors[place].numel() for place in places], dtype=each.dtype).sqrt()
-            typical = each[places] / sizes.to(each.device)
+            typical = torch.stack([each[place] for place in places]) / sent(sizes, each.device)
             found["arriving"] = typical[:third].mean() / typical[-third:].mean()
-        matrices = torch.tensor([t.dim() > 1 for t in self.tensors]).to(norm.device)
+        matrices = sent(torch.tensor([t.dim() > 1 for t in self.tensors]), norm.device)
         return (each > STRONG * norm) & matrices
 
     # ---- for a finding: these read from the device ----------------------------------------------------------------

@@ -100,7 +100,15 @@ def _pack(tensors: list[Tensor], device: torch.device) -> Tensor:
     else:
         return torch.stack(tensors)
     widest = widest_float(device)
-    return torch.stack([t.to(device, widest) for t in tensors])
+    return torch.stack(
+        [
+            # A number that is on the host is sent with the operation that makes the tensor, not as a copy that is waited for.
+            torch.full((), float(t), dtype=widest, device=device)
+            if is_host(t.device) and not is_host(device)
+            else t.to(device, widest)
+            for t in tensors
+        ]
+    )
 
 
 def _is_elsewhere(value: Tensor, like: Tensor) -> bool:

@@ -172,6 +172,17 @@ def pinned(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait of the host."""
+    return (
+        tensor
+        if tensor.device == device
+        else pinned(tensor).to(device, non_blocking=True)
+        if is_host(tensor.device)
+        else tensor.to(device)
+    )
+
+
 @functools.cache
 def can_pin() -> bool:
     try:

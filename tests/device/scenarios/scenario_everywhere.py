@@ -90,16 +90,6 @@ def test_noise_in_the_last_bit_is_no_transient_fault(on_device):
     assert not any("retry" in reason for reason in incident.decision.reasons)
 
 
-def test_a_device_without_float64(on_device):
-    KNOBS.has_float64 = False
-    data = make_batches(10)
-    data[6][0][2] = math.nan
-    result = on_device(
-        optimizer=fused_adamw, train_data=data, eval_data=data[:2], config={"logging": {"console": "off"}}
-    ).fit()
-    assert [(i.step, i.samples) for i in result.incidents] == [(6, [2])]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_bad_sample_in_every_precision(on_device, precision):
     data = make_batches(12)
