@@ -55,7 +55,7 @@ class WeightLooks:
             if is_look:
                 self._before = step, now, self._strong(norm, found)
                 found |= self._for_ranks("all_weights", as_signal(now.sum())) if self._compares_ranks else {}
-        return {name: value.to(norm.device) for name, value in found.items()}
+        return {name: sent(value, norm.device) for name, value in found.items()}
 
     def _for_ranks(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """The largest over all ranks, and the smallest as the largest of the negative."""

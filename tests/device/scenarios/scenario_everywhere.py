@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from safetrain import SafeTrainer
+from safetrain.tensors.devices import widest_float
 from safetrain.tensors.rng import RandomState
 from safetrain.trainer.build import is_placed
 
@@ -88,6 +89,18 @@ def test_noise_in_the_last_bit_is_no_transient_fault(on_device):
     incident = on_device(optimizer=fused_adamw, loss_fn=loss, train_data=data).fit().incidents[0]
     assert (incident.origin.name, incident.replay.reproduced, incident.samples) == ("sqrt", True, [3])
     assert not any("retry" in reason for reason in incident.decision.reasons)
+
+
+def test_a_device_without_float64(on_device, request):
+    request.addfinalizer(widest_float.cache_clear)
+    widest_float.cache_clear()
+    KNOBS.has_float64 = False
+    data = make_batches(10)
+    data[6][0][2] = math.nan
+    result = on_device(
+        optimizer=fused_adamw, train_data=data, eval_data=data[:2], config={"logging": {"console": "off"}}
+    ).fit()
+    assert [(i.step, i.samples) for i in result.incidents] == [(6, [2])]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
