@@ -137,6 +137,8 @@ class MapSource(Source):
 class ListSource(Source):
     """A list of batches: any position is reached at once."""
 
+    why_no_ids = ""  # its rows are what is named
+
     def __init__(self, data: Sequence[Any]) -> None:
         self.data = data
 

@@ -197,5 +197,5 @@ def test_what_a_data_loader_leaves_out_survives_a_resume(make_trainer, tmp_path)
 def test_batches_without_indices_say_why_nothing_is_left_out(make_trainer):
     batches = make_batches(6)
     batches[3][0][2] = torch.nan
-    result = make_trainer(train_data=batches).fit()
+    result = make_trainer(train_data=lambda: iter(batches)).fit()
     assert any("pass a Dataset, or a DataLoader over one" in note for note in notes(result))
