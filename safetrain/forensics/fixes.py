@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..core.causes import CAUSES, SAFE_CALLS
 from ..core.incident import Cause, Remedy
 from .finding import Finding
+from .ownership import library_of
 
 # By the name of the op at that line.
 _SAFE = {name: call.format("x") for name, call in SAFE_CALLS.items()} | {
@@ -20,11 +21,19 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     known = CAUSES[cause.label]
     where = f" at {finding.place.file.rpartition('/')[2]}:{finding.place.line}" if finding.place else ""
     safe = _SAFE.get(finding.name or "")
-    text = f"{known.advice}{where}"
-    if finding.fused_form is not None:
-        text += f": compute it in one piece, by torch.nn.functional {finding.fused_form} of what is under it"
+    if (caller := finding.caller) is not None and finding.place is not None:  # a library, which is not to be edited
+        library = library_of(finding.place.file) or "the library"
+        line = f"{caller.file.replace(chr(92), '/').rpartition('/')[2]}:{caller.line}"
+        text = f"{known.advice}, before your call into {library} at {line}; safetrain fix tries changes of that line"
+        not_advised = ("safe_op", "fused_form", "zero_bad_values")  # inside the library
+        remedies = [remedy for remedy in remedies if remedy.name not in not_advised]
+    elif finding.fused_form is not None:
+        form = f"by torch.nn.functional {finding.fused_form} of what is under it"
+        text = f"{known.advice}{where}: compute it in one piece, {form}"
     elif safe is not None and finding.phase in ("forward", "backward") and finding.place is not None:
-        text += f": use {safe.replace('safe.', 'safetrain.safe.')} there"
+        text = f"{known.advice}{where}: use {safe.replace('safe.', 'safetrain.safe.')} there"
+    else:
+        text = f"{known.advice}{where}"
     if zero := finding.zero_parameters:
         its = "its initialisation" if len(zero) == 1 else "their initialisation"
         text += f". {' and '.join(zero[:3])} {'is' if len(zero) == 1 else 'are'} 0 throughout: change {its}"
