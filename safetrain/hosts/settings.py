@@ -94,6 +94,8 @@ def check_module(model: Any) -> None:
 class LoopData(Source):
     """The loop reads its data itself: there is nothing to hand out, to skip or to leave out."""
 
+    why_no_ids = ""
+
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         return iter(())
 
