@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Roughly how many seconds the checks may take; of large data only a sample is read.",
 )
+@click.option("--fix", is_flag=True, help="Write the changes of the config that are proposed to CONFIG.fixed.yaml.")
 @click.option("--list", "list_checks", is_flag=True, help="List the checks and exit.")
 @click.option("--seed", metavar="N", help="Seed of every random source.")
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps, …")
@@ -43,6 +44,7 @@ def command(
     overrides: tuple[str, ...],
     only: str | None,
     budget: float,
+    fix: bool,
     list_checks: bool,
     as_json: bool,
     quiet: bool,
@@ -50,7 +52,7 @@ def command(
 ) -> int:
     """Check data, model and first steps of CONFIG, a file or a recipe's name, before training.
 
-    Builds everything as `fit` does and looks at it. Nothing is trained for good, and nothing is written.
+    Builds everything as `fit` does and looks at it. Nothing is trained for good, and nothing is written, but with --fix.
 
     \b
     Examples:
@@ -58,6 +60,7 @@ def command(
       safetrain check my.yaml optimizer.lr=0.1 --only learning_rate
       safetrain check my.yaml --only data_finite,labels --budget 60
       safetrain check my.yaml --json
+      safetrain check my.yaml --fix
       safetrain check --list
 
     \b
@@ -91,7 +94,22 @@ def command(
         click.echo(to_json(report.to_dict(), indent=2))
     else:
         echo(click.style(report.summary(), fg="green" if report.passed else "red", bold=True))
+    if fix:
+        _write_fixes(report, config, overrides)
     return 0 if report.passed else EXIT_CHECK_FAILED
+
+
+def _write_fixes(report: CheckReport, config: str, overrides: tuple[str, ...]) -> None:
+    from .check_fix import proposed, write_fixed
+
+    changes = proposed(report, config, overrides)
+    if not changes:
+        click.echo("--fix: nothing that was found can be changed in the config", err=True)
+        return
+    target = write_fixed(config, [*(o for o in overrides if "=" in o), *changes])
+    for change in changes:
+        click.echo(f"  {change}", err=True)
+    click.echo(f"--fix: written to {target}; look at it with: safetrain check {target}", err=True)
 
 
 def _checked(config: Config, only: str | None, budget: float, as_json: bool, quiet: bool) -> CheckReport:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from .._private.dataloader import in_this_process
 from ..data.sampler import ResumableBatchSampler
 from ..data.sources import IterableSource, ListSource, LoaderSource, MapSource, Source, StatefulSource
+from ..data.stream import BatchStream
 from ..tensors.nest import describe, leaves, num_samples, to_device
 from .outcome import Unavailable
 
@@ -60,8 +61,9 @@ class Sample:
     Data without indices is read in its order. What cannot be read without using it up raises Unavailable.
     """
 
-    def __init__(self, trainer: SafeTrainer) -> None:
-        self._original, self._model = trainer.stream.source, trainer.model
+    def __init__(self, trainer: SafeTrainer, stream: BatchStream | None = None) -> None:
+        """`stream`: of other data than what is trained on."""
+        self._original, self._model = (trainer.stream if stream is None else stream).source, trainer.model
         self._device = trainer.machine.device
         self._epoch: ResumableBatchSampler | None = None
         source = self.source()

@@ -34,7 +34,7 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(x), y)
 
 
-def make_trainer(data=None, model=None, loss_fn=cross_entropy, lr=3e-3, cls=SafeTrainer, **sections):
+def make_trainer(data=None, model=None, loss_fn=cross_entropy, lr=3e-3, cls=SafeTrainer, eval_data=None, **sections):
     torch.manual_seed(3)
     if data is None:
         data = TensorDataset(*make_data())
@@ -46,7 +46,8 @@ def make_trainer(data=None, model=None, loss_fn=cross_entropy, lr=3e-3, cls=Safe
         "logging": {"console": "off", "tensorboard": False},
         **sections,
     }
-    return cls(Net() if model is None else model, loss_fn=loss_fn, train_data=data, config=config)
+    model = Net() if model is None else model
+    return cls(model, loss_fn=loss_fn, train_data=data, eval_data=eval_data, config=config)
 
 
 VOCABULARY, LENGTH = 12, 10

@@ -362,3 +362,15 @@ def log_of_a_softmax(planted):
         return -(F.one_hot(batch[1], NUM_CLASSES) * model(batch[0]).softmax(1).log()).sum(1).mean()
 
     return make_trainer(loss_fn=parts if planted else cross_entropy)
+
+
+@defect("wiring", "takes the softmax of it again", "raw outputs")
+def softmax_before_cross_entropy(planted):
+    return nn.Sequential(Net(), nn.Softmax(1)) if planted else Net()
+
+
+@defect("duplicates", "evaluation samples are in the training data too", "split by", "WARN")
+def evaluation_data_that_is_trained_on(planted):
+    x, y = make_data()
+    trainer_data, rest = TensorDataset(x[:128], y[:128]), TensorDataset(x[128:], y[128:])
+    return make_trainer(trainer_data, eval_data=TensorDataset(x[:64], y[:64]) if planted else rest)

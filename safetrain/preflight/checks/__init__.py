@@ -14,7 +14,8 @@ import pkgutil
 from ..registry import Check
 
 _ORDER = (
-    *("data", "labels", "empty", "weights", "schedule", "steps", "search", "loss", "evaluation", "trials", "repeat"),
+    *("data", "labels", "empty", "overlap", "weights", "schedule", "steps", "wiring", "search", "loss", "evaluation"),
+    *("trials", "repeat"),
     "source",
 )
 """Modules that are not named here run last."""
