@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,13 +231,19 @@ def targets_that_broadcast() -> Problem:
 
 
 @case("wrong_mode")
-def left_in_eval_mode_by_a_hook() -> Problem:
-    class Evaluating(SafeTrainer):
-        def on_commit(self, view: Any) -> None:
-            if view.step == 5:
-                self.model.eval()
+def left_in_eval_mode_by_the_data() -> Problem:
+    model = mlp(4, nn.Dropout(0.2))
 
-    return Problem(mlp(4, nn.Dropout(0.2)), trainer=Evaluating)
+    class Mining:
+        """Looks for hard samples with the model itself."""
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            for index, batch in enumerate(blobs()):
+                if index == 5:
+                    model.eval()
+                yield batch
+
+    return Problem(model, data=Mining())
 
 
 @case("wrong_mode", like="traincheck")
