@@ -29,8 +29,10 @@ LEAKED, DUPLICATES = 0.02, 0.1
 def duplicates(subject: Subject) -> Outcome:
     """By the bits of their numbers; of samples with few different ones (classes, small counts) nothing is said."""
     trained = _digests(subject, subject.sample, 0.05)
-    stream = subject.trainer.evaluation.stream
-    evaluated = Counter() if stream is None else _digests(subject, Sample(subject.trainer, stream), 0.05)
+    evaluated: Counter[int] = Counter()
+    streams = subject.trainer.evaluation.streams
+    for stream in streams.values():
+        evaluated += _digests(subject, Sample(subject.trainer, stream), 0.05 / len(streams))
     if not trained:
         return skipped("no sample has enough different numbers to be told from others")
     problems = Problems()
@@ -49,7 +51,7 @@ def duplicates(subject: Subject) -> Outcome:
             "leave the copies out, or weight the samples instead; look at how the data was put together",
             copies=copies,
         )
-    about = "" if stream is None else f", none of {total} evaluation samples among them"
+    about = f", {leaked or 'none'} of {total} evaluation samples among them" if streams else ""
     return worst(problems, passed(f"{seen} samples, {copies} of them copies{about}"))
 
 
