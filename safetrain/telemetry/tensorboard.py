@@ -117,8 +117,8 @@ class TensorBoard(Sink):
             width = (high - low) / NUM_BINS
             counts = torch.histc(finite, NUM_BINS, low, high).tolist()
             limits = [low + width * (index + 1) for index in range(NUM_BINS)]
-            values = wide(finite)
-            sums = float(values.sum()), float(values.square().sum())
+            widened = wide(finite)
+            sums = float(widened.sum()), float(widened.square().sum())
             self._add(self._summary.histogram_raw(name, low, high, finite.numel(), *sums, limits, counts), step)
         return values.numel() - finite.numel()
 
