@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -75,3 +76,8 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     if SAVED_BUFFERS.works:
         return buffer not in module._non_persistent_buffers_set
     return buffer in module.state_dict(keep_vars=True)
+
+
+def children_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
+    """The modules that each holds, as the very dictionaries that will show a change; without scripted ones, which cannot change."""
+    return [module._modules for module in modules if type(module._modules) is dict]

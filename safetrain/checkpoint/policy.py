@@ -24,8 +24,10 @@ from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
 from ..errors import CheckpointError, UsageError
 from ..tensors.devices import is_host
+from .buffers import check_dense
 from .compatibility import as_saved
 from .group_store import open_store
+from .hidden_state import warn_of_unsaved
 from .host_memory import host_memory
 from .kept_snapshots import KeptSnapshots
 from .manifest import Damaged, read_manifest
@@ -34,7 +36,7 @@ from .rotation import chosen
 from .saver import Saver
 from .settings import noting_settings
 from .snapshots import SnapshotRing, agreed, gc_paused
-from .state import Stateful, TrainingParts, TrainState, check_dense
+from .state import Stateful, TrainingParts, TrainState
 from .store import BadState, Loaded
 from .weights import save_weights
 
@@ -87,6 +89,7 @@ class CheckpointPolicy:
             self._kept_snapshots = KeptSnapshots(run.shared_dir, run.warn)
         self._ring: list[dict[str, Any]] = []
         """What the checkpoint that was saved last says of the snapshots."""
+        self._unsaved: set[str] = set()
         self._used: set[int] = set()
         """Steps of states that the run went back to, or that led to that: if trouble returns, it goes to an older one."""
         self._saved: tuple[int, ...] | None = None
@@ -308,6 +311,7 @@ class CheckpointPolicy:
 
     def _take_snapshot(self) -> Verdict | None:
         self._snapshot_steps = self._run.result.steps
+        warn_of_unsaved(self._parts.optimizer, self._unsaved, self._run.warn)
         rejected_before, self.rejected = bool(self.rejected), {}
         with gc_paused():
             # A device may be lost. With the data cursor and the record, the snapshot can be resumed from.

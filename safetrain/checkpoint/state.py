@@ -5,7 +5,7 @@ Snapshots in memory, checkpoints on disk, rollback and resume all use this and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from .._private.modules import is_saved
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from ..guards import REGISTRY
 from ..tensors.nest import copied
 from ..tensors.rng import RandomState, seed_everything
 from ..tensors.saved import overlaps_itself
 from ..tensors.sharded import empty_like, is_dtensor, local, put, shard_like
+from . import hidden_state
+from .buffers import buffers_of, put_buffers, values_of
 from .plain import from_loadable, to_loadable
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
+class Rooted(Protocol):
+    roots: dict[str, nn.Module]
+    """The model, with the name "", and the modules that take part in a step without being part of it."""
+
+
 class TrainingParts(Protocol):
     """What moves when a step is committed. A `Step` is one."""
 
@@ -52,6 +59,9 @@ class TrainingParts(Protocol):
     @property
     def written_in_forward(self) -> set[str]:
         """Names of the parameters that a forward pass writes to."""
+
+    @property
+    def transaction(self) -> Rooted: ...
 
     @property
     def nonfinite_by_design(self) -> set[str]:
@@ -82,11 +92,12 @@ class TrainState:
         tensors: dict[str, Tensor] = {}
         for name, parameter in parts.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
-        for name, module, key in _buffers(parts.model):
+        for name, module, key in buffers_of(parts.model):
             kind = "model" if is_saved(module, key) else "transient"
-            buffer = module._buffers[key]
-            assert buffer is not None
-            tensors[f"{kind}/{name}"] = buffer.detach()
+            tensors[f"{kind}/{name}"] = values_of(module._buffers[key])
+        for root, auxiliary in _auxiliary(parts).items():
+            for name, module, key in buffers_of(auxiliary):
+                tensors[f"auxiliary/{root}.{name}"] = values_of(module._buffers[key])
         for index, extra in enumerate(_extra_parameters(parts.model, parts.optimizer)):
             tensors[f"extra/{index}"] = extra.detach()
         optimizer = _split_optimizer(parts.optimizer, tensors)
@@ -96,6 +107,7 @@ class TrainState:
                 averaged.pop(name)
             tensors |= {f"ema/{name}": tensor for name, tensor in averaged.items()}
         rest: dict[str, Any] = {
+            "optimizer_attributes": hidden_state.attributes(parts.optimizer),
             "num_committed": num_committed,
             "optimizer": optimizer,
             "scheduler": parts.schedule.state_dict(),
@@ -105,7 +117,8 @@ class TrainState:
             "extra_state": _extra_state(parts.model),
             "frozen": _frozen(parts),
             "born_bad": _marked(parts.nonfinite_by_design, tensors),
-            "buffers": _marked({name for name, _, _ in _buffers(parts.model)}, tensors),
+            "buffers": _marked({name for name, _, _ in buffers_of(parts.model)}, tensors)
+            + [name for name in tensors if name.startswith("auxiliary/")],
             "eval_mode": [name for name, module in parts.model.named_modules() if not module.training],
             "tied": _tied_names(parts.model),
         }
@@ -122,10 +135,12 @@ class TrainState:
             self._read_shards(parts, self.shards)
         rest = from_loadable(self.rest)
         self._restore_model(parts.model, rest)
+        self._restore_auxiliary(_auxiliary(parts))
         for index, parameter in enumerate(_extra_parameters(parts.model, parts.optimizer)):
             put(parameter, self._tensor(f"extra/{index}", parameter))
         parts.schedule.load_state_dict(rest["scheduler"])
         self._restore_optimizer(parts.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
+        hidden_state.restore(parts.optimizer, rest.get("optimizer_attributes", {}))
         parts.precision.load_state_dict(rest["scaler"])
         if parts.ema is not None:
             self._restore_ema(parts.ema)
@@ -228,21 +243,20 @@ class TrainState:
             )
         for parameter, saved in pairs:
             put(parameter, saved)
-        for name, module, key in _buffers(model):
+        for name, module, key in buffers_of(model):
             if name not in saved_buffers:
                 module._buffers[key] = None  # it was created after the state was saved
-        for name, saved in saved_buffers.items():
-            path, _, key = name.rpartition(".")
-            current = modules[path]._buffers.get(key)
-            if current is not None and current.shape == saved.shape and current.dtype == saved.dtype:
-                current.copy_(saved)
-            else:
-                device = next((p.device for p in own.values()), saved.device) if current is None else current.device
-                modules[path]._buffers[key] = saved.to(device, copy=True)
+        put_buffers(modules, saved_buffers, next((p.device for p in own.values()), None))
         if rest["extra_state"]:
             model.load_state_dict(rest["extra_state"], strict=False)
         for name, module in modules.items():
             module.training = name not in set(rest["eval_mode"])
+
+    def _restore_auxiliary(self, roots: Mapping[str, nn.Module]) -> None:
+        """Buffers of modules that take part in a step without being part of the model. Earlier versions did not save them."""
+        modules = {path: m for root, top in roots.items() for path, m in top.named_modules(prefix=root)}
+        saved = {n: t for n, t in self.part("auxiliary").items() if n.rpartition(".")[0] in modules}
+        put_buffers(modules, saved, None)
 
     def _restore_optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         packed = saved["packed"]
@@ -293,22 +307,8 @@ def _fits(own: Any, value: Tensor) -> bool:
     )
 
 
-def check_dense(model: nn.Module) -> None:
-    sparse = [name for name, module, key in _buffers(model) if module._buffers[key].layout is not torch.strided]  # type: ignore[union-attr]
-    if sparse:
-        raise UsageError(
-            f"the sparse buffer {sparse[0]} cannot be saved, and a run keeps copies of its state.\n"
-            "To fix: register its indices and values as buffers and make the sparse tensor in forward; or train without copies: "
-            "checkpoint.enabled=false, checkpoint.save_final=false and checkpoint.snapshot_every=null."
-        )
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The full name, the module and the key of every buffer that holds a tensor."""
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{path}.{key}" if path else key, module, key
+def _auxiliary(parts: TrainingParts) -> dict[str, nn.Module]:
+    return {name: module for name, module in parts.transaction.roots.items() if name}
 
 
 def _extra_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

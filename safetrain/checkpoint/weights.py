@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
@@ -14,6 +16,7 @@ from ..distributed.comm import by_first, process_rank
 from ..optim.ema import Ema
 from ..optim.modes import weights_to_use
 from ..tensors.sharded import full_tensor, is_sharded
+from .tensorfile import is_storable
 
 
 def save_weights(directory: Path, model: nn.Module, optimizer: Optimizer, ema: Ema | None) -> None:
@@ -38,13 +41,27 @@ def _write(model: nn.Module, parts: dict[str, Tensor] | None, path: Path) -> Non
         with replacing(path) as temporary:
             state = model.state_dict() if parts is None else parts
             if parts is None and all(isinstance(value, Tensor) for value in state.values()):
-                save_model(model, str(temporary))
+                try:
+                    save_model(model, str(temporary))
+                except (RuntimeError, KeyError):  # parts of one storage, or types that safetensors cannot hold
+                    _write_separately(state, temporary)
             else:  # sharded; or extra state that is no tensor, which safetensors cannot hold
                 save_file(
                     {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, temporary
                 )
     except SafetensorError as error:
         raise OSError(f"{path.parent}: {error}") from error
+
+
+def _write_separately(state: dict[str, Any], path: Path) -> None:
+    """Every tensor by itself, as plain numbers. Those that the format cannot hold are left out, and that is said."""
+    written = {name: value.detach().resolve_conj().resolve_neg() for name, value in state.items()}
+    unable = [name for name, value in written.items() if not is_storable(value)]
+    if unable:
+        logging.getLogger("safetrain").warning(
+            "the final weights lack %s: safetensors has no such type; the checkpoints have them", ", ".join(unable)
+        )
+    save_file({name: value.clone() for name, value in written.items() if name not in unable}, path)
 
 
 def _whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -279,11 +279,22 @@ class _Today:
                 group["lr"] = lr
 
 
+def _losses(step: Step, window: Sequence[Any], with_gradients: bool) -> list[torch.Tensor]:
+    try:
+        with undisturbed_rng(), torch.set_grad_enabled(with_gradients), step.exchange.alone(step), step.patches.scope:
+            return [step.forward(copied(batch))[0].detach() for batch in window]
+    except RuntimeError:
+        if with_gradients or step.exchange.world_size > 1:
+            raise
+    # A loss may need the gradient of something itself: a gradient penalty does.
+    step.transaction.restore()
+    return _losses(step, window, with_gradients=True)
+
+
 def mean_loss(step: Step, window: Sequence[Any]) -> float:
     """Of a window, over all ranks, without gradients, at the present weights. NaN if a rank raises."""
     try:
-        with torch.no_grad(), step.exchange.alone(step), step.patches.scope:
-            losses = [step.forward(copied(batch))[0] for batch in window]
+        losses = _losses(step, window, with_gradients=False)
         loss = torch.stack([loss.float() for loss in losses]).mean()
     except Exception:
         if step.exchange.world_size == 1:

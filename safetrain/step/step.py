@@ -26,7 +26,7 @@ from ..forensics.patches import Patches
 from ..forensics.raised import is_numeric
 from ..guards.guard_set import GuardSet
 from ..optim.ema import Ema
-from ..optim.parameters import all_parameters
+from ..optim.parameters import all_parameters, members_of
 from ..optim.schedule import Schedule, scaled_lr
 from ..precision.compiled import kept, replays_graphs
 from ..precision.mixed import Precision
@@ -111,7 +111,7 @@ class Step:
         self._first: FirstStep | None = FirstStep(self)
 
     def _find_parameters(self) -> None:
-        self.groups = [group["params"] for group in self.optimizer.param_groups]
+        self.groups, self._members = [g["params"] for g in self.optimizer.param_groups], members_of(self.optimizer)
         self.parameters = all_parameters(self.model, self.optimizer)
         self._is_uniform = gradients.are_uniform(self.parameters)
 
@@ -148,8 +148,9 @@ class Step:
 
     def begin(self, window: Sequence[Any]) -> None:
         """Remember all that forward and backward may change."""
-        if len(self.optimizer.param_groups) != len(self.groups):  # a hook has added a group
+        if members_of(self.optimizer) != self._members or self.transaction.has_other_modules:  # a hook has changed some
             self._find_parameters()
+            self.transaction.look_again()
         self.index, self.window_length, self.stage = self.next_index, len(window), Stage.ATTEMPT
         self.exchange.begin()
         start = perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._private.modules import children_of
 from ..tensors.gradients import numbers_of, peak
 from ..tensors.nest import map_tensors, tensors_in
 from ..tensors.rng import RandomBeforeStep
@@ -35,7 +36,8 @@ class Transaction:
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor] = ()) -> None:
         """`parameters`: those that a step may write to besides the model's."""
-        self._roots = {"": model}
+        self.roots = {"": model}
+        """The model, and the auxiliary modules by what stands before the names of their parts."""
         self._extra_parameters = list(parameters)
         self.nonfinite_by_design: set[str] = set()
         """Buffers, and parameters that are not trained, that held NaN or Inf when they were created: sentinels, masks and
@@ -66,17 +68,19 @@ class Transaction:
         ours = set(self._modules)
         others = [module for module in dict.fromkeys(modules) if module not in ours]
         for index, module in enumerate(others):
-            self._roots["<loss>" if len(others) == 1 else f"<loss {index}>"] = module
+            self.roots["<loss>" if len(others) == 1 else f"<loss {index}>"] = module
         self._find_modules()
         self._mark_nonfinite_by_design(p for p in self._parameters.items() if not p[1].requires_grad)
         self.begin()
 
     def _find_modules(self) -> None:
         owners: dict[nn.Module, str] = {}
-        for root, top in self._roots.items():
+        for root, top in self.roots.items():
             for path, module in top.named_modules(prefix=root):
                 owners.setdefault(module, path)
         self._modules = list(owners)
+        self._children = children_of(owners)
+        self._known_children = [tuple(children.values()) for children in self._children]
         self._paths = list(owners.values())
         self._held = [module._buffers for module in owners]
         self._no_contents = [_NO_BUFFERS] * len(self._held)
@@ -88,6 +92,16 @@ class Transaction:
             unique.setdefault(id(extra), (f"<extra {index}>", extra))
         self._parameters = dict(unique.values())
         self._unwritten = [parameter for parameter in self._parameters.values() if not parameter.is_inference()]
+
+    @property
+    def has_other_modules(self) -> bool:
+        """A hook has added, removed or replaced one. Compares identities only."""
+        return [tuple(children.values()) for children in self._children] != self._known_children
+
+    def look_again(self) -> None:
+        """Modules or parameters have changed between two steps."""
+        self._find_modules()
+        self._mark_nonfinite_by_design(p for p in self._parameters.items() if not p[1].requires_grad)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def peak(tensors: Sequence[Tensor]) -> Tensor | None:
 @torch.no_grad()
 def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     """There the norm of infinite order takes twenty times as long as finding both ends."""
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
     ends = [end for tensor in real for end in torch.aminmax(tensor)]
     if any(end.dtype is not ends[0].dtype for end in ends):
         ends = [end.double() for end in ends]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -101,7 +102,18 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     tensor = local(tensor)
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return False
     return tensor.layout is torch.strided and not overlaps_itself(tensor)
+
+
+def give_values(tensor: Tensor, values: Tensor) -> None:
+    """Write them into a tensor of any kind: also one that was expanded, or made in inference mode."""
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:  # all of them are one place in memory
+                tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        tensor.copy_(values)
 
 
 class Captured:

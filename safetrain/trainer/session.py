@@ -51,6 +51,7 @@ class Progress:
         exchange = self._step.exchange
         return {
             "data": self._stream.state_dict(),
+            "eval_data": {name: stream.state_dict() for name, stream in self._evaluation.streams.items()},
             "eval_epoch": max((stream.epoch for stream in self._evaluation.streams.values()), default=0),
             "evaluated_at": self._run.evaluated_at,
             "run": self._run.state_dict(),
@@ -66,7 +67,9 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state["data"])
-        for stream in self._evaluation.streams.values():
+        for name, stream in self._evaluation.streams.items():
+            if name in state.get("eval_data", {}):
+                stream.load_state_dict(state["eval_data"][name])
             stream.epoch = state["eval_epoch"]
         self._run.evaluated_at = state["evaluated_at"]
         self._run.load_state_dict(state["run"])
