@@ -112,6 +112,29 @@ class RunLock:
             self._held.discard(self._path)
             os.close(self._descriptor)
 
+    @property
+    def is_intact(self) -> bool:
+        """The file is there, and the one that was locked: neither it nor the directory was removed."""
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino
+        except OSError:
+            return False
+
+    def renew(self) -> bool:
+        """Lock it again after it was removed, with its directory if that is gone too: then True. Raises RunDirectoryError if another
+        process has taken it since: two must not write into one directory."""
+        was_removed = not self._path.parent.is_dir()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _lock(descriptor):
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise self._in_use(f"{owner} too, since {LOCK} was removed while this run was in it")
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return was_removed
+
     def _in_use(self, owner: str) -> RunDirectoryError:
         return RunDirectoryError(
             f"{self._path.parent} is being written to by {owner}.\nTo fix: wait until that run has ended, or end it first."

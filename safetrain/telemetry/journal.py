@@ -31,6 +31,7 @@ class JournalFile:
 
     def __init__(self, path: Path, resume_at: int | None = None) -> None:
         """A new file, or one whose first `resume_at` bytes stay: what follows was not part of the state resumed from."""
+        self._path = path
         self._pending = bytearray()
         self._failing = False
         self._lost = 0
@@ -81,6 +82,12 @@ class JournalFile:
         """Down to the disk."""
         self.flush()
         sync(self._descriptor)
+
+    def begin_again(self) -> None:
+        """The file was removed: go on in a new one."""
+        os.close(self._descriptor)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._written = os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
         self.flush()

@@ -47,12 +47,10 @@ from ..recovery import RefusedStep
 from ..step.history import History
 from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_telemetry
 from .findings import explained_by_findings, findings_of, note_warnings
+from .removed import restore_removed
 from .signals import acknowledge, signals_noted
 
-RESULT_FIELDS = (
-    *("steps", "skipped", "rollbacks", "steps_undone", "overflows", "num_clipped"),
-    *("most_clipped", "epochs", "final_loss", "evaluations", "best", "resumes", "warnings"),
-)
+RESULT_FIELDS = "steps skipped rollbacks steps_undone overflows num_clipped most_clipped epochs final_loss evaluations best resumes warnings".split()
 
 
 class Run:
@@ -285,6 +283,8 @@ class Run:
 
     def saving(self) -> None:
         """A checkpoint is about to be written, and goes with the files of the record as they are now."""
+        if self._lock is not None and not self._lock.is_intact and self._lock.renew() and self.dir is not None:
+            restore_removed(self.dir, self._config_text, self._journal, self.warn)
         self.telemetry.saving(self.step, self.result.steps)
         by_first(self.telemetry.sync)
 
