@@ -50,7 +50,20 @@ from .findings import explained_by_findings, findings_of, note_warnings
 from .removed import restore_removed
 from .signals import acknowledge, signals_noted
 
-RESULT_FIELDS = "steps skipped rollbacks steps_undone overflows num_clipped most_clipped epochs final_loss evaluations best resumes warnings".split()
+RESULT_FIELDS = (
+    *(
+        "steps",
+        "skipped",
+        "rollbacks",
+        "steps_undone",
+        "overflows",
+        "num_clipped",
+        "most_clipped",
+        "epochs",
+        "final_loss",
+    ),
+    *("evaluations", "best", "resumes", "warnings"),
+)
 
 
 class Run:
