@@ -128,3 +128,21 @@ class FitResult:
             "incidents": [i.to_dict() for i in self.incidents],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }
+
+
+SAVED_FIELDS = (
+    "steps",
+    "skipped",
+    "rollbacks",
+    "steps_undone",
+    "overflows",
+    "num_clipped",
+    "most_clipped",
+    "epochs",
+    "final_loss",
+    "evaluations",
+    "best",
+    "resumes",
+    "warnings",
+)
+"""Those that a resume goes on with."""

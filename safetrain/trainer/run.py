@@ -27,6 +27,7 @@ from ..core import endings, ownership
 from ..core.containment import reported_to
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Outcome, incident_of
+from ..core.result import SAVED_FIELDS as RESULT_FIELDS
 from ..core.result import FitResult
 from ..core.rundir import (
     CHECKPOINTS,
@@ -49,21 +50,6 @@ from ..telemetry import JournalFile, ResumePoint, StepRecord, Telemetry, open_te
 from .findings import explained_by_findings, findings_of, note_warnings
 from .removed import restore_removed
 from .signals import acknowledge, signals_noted
-
-RESULT_FIELDS = (
-    *(
-        "steps",
-        "skipped",
-        "rollbacks",
-        "steps_undone",
-        "overflows",
-        "num_clipped",
-        "most_clipped",
-        "epochs",
-        "final_loss",
-    ),
-    *("evaluations", "best", "resumes", "warnings"),
-)
 
 
 class Run:
