@@ -386,10 +386,9 @@ class CheckpointPolicy:
             if (loaded := self._store.load_newest(self._used)) is not None:
                 return loaded.manifest.step, loaded.state
         elif to in ("trusted", "first"):
-            restart = to == "first"
-            if not restart and self.snapshots.is_used_up and self._has_older_checkpoint():
+            if to == "trusted" and self.snapshots.is_used_up and self._has_older_checkpoint():
                 raise CheckpointError("every snapshot was gone back to already; there are older states on disk.")
-            if (snapshot := self.snapshots.pick(restart)) is not None:
+            if (snapshot := self.snapshots.pick(restart=to == "first")) is not None:
                 return snapshot.step, snapshot.state
         else:
             raise UsageError(f"a rollback goes to 'trusted', 'first' or 'disk', not to {to!r}.")

@@ -47,6 +47,7 @@ def survivors(trainer):
     """The newest checkpoint of a run, without what a clock wrote; and its journal's steps and evaluations."""
     loaded = CheckpointStore(trainer.run.dir / "checkpoints").load_newest()
     rest = loaded.state.rest
+    loaded.state.rest["progress"]["run"]["result"].pop("resumes", None)
     for name in ("seconds", "timing", "journal_position"):
         del rest["progress"]["run"][name]
     for incident in rest["progress"]["run"]["result"]["incidents"]:
