@@ -88,7 +88,6 @@ class CheckpointPolicy:
         if self._config.enabled and self._config.save_snapshots and num_processes() == 1:
             self._kept_snapshots = KeptSnapshots(run.shared_dir, run.warn)
         self._ring: list[dict[str, Any]] = []
-        """What the checkpoint that was saved last says of the snapshots."""
         self._unsaved: set[str] = set()
         self._used: set[int] = set()
         """Steps of states that the run went back to, or that led to that: if trouble returns, it goes to an older one."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.copies import Copy
 from ..checkpoint.policy import CheckpointPolicy

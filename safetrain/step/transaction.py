@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._private.modules import children_of
+from ..tensors.compare import same_values, without_inf
 from ..tensors.gradients import numbers_of, peak
 from ..tensors.nest import map_tensors, tensors_in
 from ..tensors.rng import RandomBeforeStep
@@ -150,7 +151,7 @@ class Transaction:
         if self._first_weights is not None:
             pairs = enumerate(zip(self._unwritten, self._first_weights, strict=True))
             written = [
-                i for i, (now, then) in pairs if i in written or not _same_values(local(now.detach()).cpu(), then)
+                i for i, (now, then) in pairs if i in written or not same_values(local(now.detach()).cpu(), then)
             ]
         if self._written_batch():
             self.writes_batch = True
@@ -177,7 +178,7 @@ class Transaction:
         if self._batch_values is None or not (self._is_first_step or self.writes_batch):
             return changed
         pairs = enumerate(zip(self._batch, self._batch_values, strict=True))
-        return [i for i, (now, then) in pairs if i in changed or not _same_values(now.detach(), then)]
+        return [i for i, (now, then) in pairs if i in changed or not same_values(now.detach(), then)]
 
     @torch.no_grad()
     def restore(self, replayed: bool = False) -> None:
@@ -223,7 +224,7 @@ class Transaction:
             return
         if self._first_weights is not None:
             for weight, value in zip(self._unwritten, self._first_weights, strict=True):
-                if not _same_values(local(weight.detach()).cpu(), value):
+                if not same_values(local(weight.detach()).cpu(), value):
                     local(weight).copy_(value)
             return
         if written := self._changed_versions():
@@ -328,7 +329,7 @@ class Transaction:
         for path, buffer in self._named_buffers(self._held):
             if self._is_watched(path, buffer):
                 # One that is made in this step may hold a mask of -inf; NaN is never meant.
-                found.append((path, buffer if path in self._known else _without_inf(buffer)))
+                found.append((path, buffer if path in self._known else without_inf(buffer)))
         return found + self._written_weights(lambda weight: weight.detach())
 
     def buffers_before(self) -> list[tuple[str, Tensor]]:
@@ -382,20 +383,6 @@ def _tensors(contents: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, but that NaN equals NaN. Of sparse and nested ones nothing is known but their version counters."""
-    if one.layout is not torch.strided or one.is_nested or torch.equal(one, other):
-        return True
-    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _without_inf(tensor: Tensor) -> Tensor:
-    values = numbers_of(tensor)
-    return torch.where(torch.isinf(values), torch.zeros((), dtype=values.dtype, device=values.device), values)
 
 
 def _is_finite(tensor: Tensor) -> bool:
