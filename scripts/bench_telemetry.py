@@ -19,7 +19,6 @@ from torch import nn
 
 from safetrain import SafeTrainer
 from safetrain.telemetry import Telemetry
-from safetrain.telemetry.watch import UpdateRatio
 
 LIMIT = 0.02
 BLOCK = 50
@@ -49,7 +48,7 @@ class Timed(SafeTrainer):
     """Alternates blocks of steps with and without telemetry. Telemetry calls are also timed directly."""
 
     logging_time = 0.0
-    """Processor time of telemetry calls in the training thread, including update ratios."""
+    """Processor time of telemetry calls in the training thread."""
     blocks: dict[bool, list[float]]
     """Processor time of the blocks in all threads, with (True) and without (False) telemetry."""
 
@@ -59,8 +58,6 @@ class Timed(SafeTrainer):
             self.silent.stepped = lambda record: None  # type: ignore[method-assign]
             self.blocks = {True: [], False: []}
             self.run.stepped = self.timed(self.run.stepped)  # type: ignore[method-assign]
-            for name in ("before_update", "after_update"):
-                setattr(UpdateRatio, name, self.timed(getattr(UpdateRatio, name)))
         if (view.step + 1) % BLOCK:
             return
         now = time.process_time()
@@ -70,7 +67,7 @@ class Timed(SafeTrainer):
         else:
             self.logging_time = 0.0
         self.run.telemetry = self.silent if is_logged else self.active
-        self.active.is_busy = is_logged  # also disables the update ratios
+        self.active.is_busy = is_logged  # also disables histograms
         self.begin = time.process_time()
 
     def timed(self, function: Any) -> Any:

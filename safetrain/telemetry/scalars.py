@@ -23,7 +23,7 @@ LAYOUT = {
         "learning rate": ["optim/lr"],
         "scale of the learning rate, share of clipped steps": ["health/lr_scale", "health/clip_fraction"],
         "loss, in deviations from the recent ones": ["health/loss_z"],
-        "update-to-weight ratio": ["health/update_ratio", "health/update_size"],
+        "update-to-weight ratio": ["health/update_size"],
     }
 }
 """Charts of TensorBoard's custom scalars: the whole state of a run on one page."""

@@ -27,7 +27,7 @@ from ..recovery.recovery import Recovery
 from ..step.deferred import Deferral
 from ..step.joint import JointExchange
 from ..step.step import Stage, Step
-from ..telemetry.watch import watching
+from ..telemetry.histograms import logging_histograms
 from ..tensors.devices import still_works
 from ..tensors.rng import RandomState
 from ..tensors.sharded import is_sharded
@@ -278,9 +278,9 @@ def open_session(
             _note_resume(run)
         odd = notes_about(step.model, step.optimizer, stream.source, auxiliary_modules)
         run.started(about, [*caveats, *odd, *_about_schedule(config, step, stream, run)])
-        if run.dir is not None and (config.logging.tensorboard or config.logging.trackers):
-            every = config.logging.histograms_every
-            stack.enter_context(watching(step.model, step.optimizer, run.telemetry, lambda: step.next_index, every))
+        if run.dir is not None and (every := config.logging.histograms_every) is not None:
+            model, optimizer = step.model, step.optimizer
+            stack.enter_context(logging_histograms(model, optimizer, run.telemetry, lambda: step.next_index, every))
         stack.enter_context(rescuing(step, checkpoints))
         yield Session(run, step, checkpoints, recovery, deferral, progress, listener)
 

@@ -1,7 +1,6 @@
 """What a TensorBoard page is made from."""
 
 import math
-import time
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from small import assert_same, make_batches
 
 from safetrain import TrainingStopped
 from safetrain.telemetry.scalars import LAYOUT
-from safetrain.telemetry.watch import UpdateRatio
 from tests.telemetry.incident_runs import INCIDENTS, faulty_run
 
 
@@ -35,7 +33,7 @@ def test_every_tag(events):
     expected = {
         *(f"health/{name}" for name in ("status", "nonfinite_losses", "nonfinite_gradients", "skipped", "rollbacks")),
         *(f"health/grad_norm{part}" for part in ("", "_p50", "_p95", "_p99")),
-        *(f"health/{name}" for name in ("clip_fraction", "lr_scale", "loss_z", "update_ratio")),
+        *(f"health/{name}" for name in ("clip_fraction", "lr_scale", "loss_z", "update_size")),
         "loss/train",
         "optim/lr",
         "perf/steps_per_second",
@@ -132,23 +130,7 @@ def test_histograms_of_the_finite_part_and_the_count_of_the_rest(events, tmp_pat
     assert "precision/nonfinite_weights/c" not in written.Tags()["scalars"]
 
 
-def test_the_update_ratio_is_that_of_the_update():
-    weights = [torch.nn.Parameter(torch.randn(50, 40)), torch.nn.Parameter(torch.randn(7))]
-    ratio = UpdateRatio(weights)
-    before = [weight.detach().clone() for weight in weights]
-    ratio.before_update()
-    with torch.no_grad():
-        for weight in weights:
-            weight.sub_(0.01 * torch.randn_like(weight))
-    ratio.after_update()
-    moved = math.sqrt(sum(float((a.detach() - b).square().sum()) for a, b in zip(weights, before, strict=True)))
-    size = math.sqrt(sum(float(b.square().sum()) for b in before))
-    assert ratio.read() == pytest.approx(moved / size, rel=0.1)
-    assert math.isnan(ratio.read())  # the same one is reported once
-    assert ratio.due_at > time.perf_counter()  # the next is not looked at yet
-
-
-def test_watching_changes_no_number(make_trainer):
+def test_logging_changes_no_number(make_trainer):
     def weights(tensorboard):
         torch.manual_seed(0)
         logging = {"console": "off", "tensorboard": tensorboard, "histograms_every": 1 if tensorboard else None}

@@ -88,7 +88,6 @@ def test_nan_is_logged():
 
 def test_health_comes_first():
     vitals = vitals_after(*(record(step, metrics={"accuracy": 0.5}, loss_scale=2.0) for step in range(20)))
-    vitals.gauges["health/update_ratio"] = lambda: 1e-3
     vitals.gauges["perf/unknown_yet"] = lambda: math.nan
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(step_scalars(vitals.last, vitals))))
     assert groups == ["health", "loss", "metric", "optim", "precision"]
