@@ -1,274 +1,254 @@
-"""Faults on one rank of several processes: how soon the rank is named, how all ranks end, and whether a resume is exact."""
+"""Faults on one rank of several processes: how soon the rank is named, how all ranks end, and whether a resume is exact.
+
+Every rank runs `safetrain fit`, as a launcher would start it: what is looked at are exit codes, messages and files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import multiprocessing
 import os
 import signal
 import statistics
+import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+import yaml
 
-GUILTY, STEP, NUM_STEPS = 1, 12, 24
+from .chaos_victim import GUILTY, NETWORK, NUM_STEPS, STEP
+
 LIMIT = 10.0
 """Seconds in which a fault must have been named."""
+RANK_TIMEOUT = 20.0
+DISK_MEGABYTES = 4
+SIDES = ("safetrain-chaos-0", "safetrain-chaos-1")
+"""Network namespaces, while the network is cut."""
+ADDRESS = "10.97.13.{}"
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    expects: str
-    """`refused`: the step is repaired or skipped and the run goes on; `ended`: all ranks end with the same message; `goes on`: as if nothing had
-    been, and it is reported; `saved`: all save and end."""
+    code: int
+    """Exit code of the ranks."""
     silent: bool = False
     """It takes the watchdog to notice it."""
+    gone: bool = False
+    """The rank at fault does not come to its own end."""
+    ddp_only: bool = False
+    needs_root: bool = False
+    repaired: bool = False
+    """The run goes on, with other numbers than if nothing had been."""
 
 
 FAULTS = (
-    Fault("nan", "refused"),
-    Fault("raise in forward", "ended"),
-    Fault("raise in backward", "ended"),
-    Fault("raise in data", "ended"),
-    Fault("raise in evaluation", "ended"),
-    Fault("raise in hook", "ended"),
-    Fault("killed", "ended"),
-    Fault("hang", "ended", silent=True),
-    Fault("hang in data", "ended", silent=True),
-    Fault("stopped for 12 s", "goes on", silent=True),
-    Fault("slow", "goes on", silent=True),
-    Fault("sigterm", "saved"),
-    Fault("disk full on rank 0", "goes on"),
-    Fault("other config", "ended"),
+    Fault("nan", 0, repaired=True),
+    Fault("raise in forward", 1),
+    Fault("raise in backward", 1),
+    Fault("raise in data", 1),
+    Fault("raise in evaluation", 1),
+    Fault("raise in hook", 1),
+    Fault("killed", 1, gone=True),
+    Fault("hang", 1, silent=True),
+    Fault("hang in data", 1, silent=True),
+    Fault("stopped for ever", 1, silent=True, gone=True),
+    Fault("stopped for 20 s", 0, silent=True),
+    Fault("slow", 0, silent=True),
+    Fault("sigterm", 143),
+    Fault("network cut", 1, silent=True, needs_root=True),
+    Fault("disk full on rank 0", 0, needs_root=True),
+    Fault("bit flip", 0, ddp_only=True, repaired=True),
+    Fault("other config", 2),
 )
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    fault = ""
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place."""
 
-    def __len__(self) -> int:
-        return 2 * 4 * NUM_STEPS * 4
+    run_dir: Path
+    strategy: str
+    world: int
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if os.environ["RANK"] == str(GUILTY) and Samples.due():
-            note_fault()
-            if Samples.fault == "raise in data":
-                raise OSError("a sample cannot be read")
-            threading.Event().wait(300)
-        inputs = torch.randn(8, generator=torch.Generator().manual_seed(index))
-        return inputs, inputs.sum().reshape(1)
+    @property
+    def noted(self) -> Path:
+        return Path(f"{self.run_dir}.fault")
 
-    calls = 0
-
-    @classmethod
-    def due(cls) -> bool:
-        if cls.fault not in ("raise in data", "hang in data"):
-            return False
-        cls.calls += 1
-        return cls.calls == 4 * STEP + 1
+    def log(self, rank: int) -> Path:
+        return Path(f"{self.run_dir}.{rank}.log")
 
 
-_noted: dict[str, Path] = {}
+@dataclass(frozen=True)
+class Ended:
+    code: int | None
+    """None: it did not end by itself."""
+    time: float
+    said: str
 
 
-def note_fault() -> None:
-    """When the fault happened, in a file that survives the process."""
-    path = _noted["at"]
-    if not path.exists():
-        path.write_text(repr(time.time()))
-
-
-def trainer_class() -> type:
-    from safetrain import SafeTrainer
-
-    class Faulty(SafeTrainer):
-        fault = ""
-
-        @property
-        def is_due(self) -> bool:
-            return self.machine.rank == GUILTY and self.step == STEP
-
-        def training_step(self, model: nn.Module, batch: Any) -> Any:
-            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-            if not self.is_due or _noted["at"].exists():
-                return loss * math.nan if self.fault == "nan" and self.is_due else loss
-            if self.fault in (
-                "nan",
-                "raise in forward",
-                "killed",
-                "hang",
-                "stopped for 12 s",
-                "slow",
-                "sigterm",
-                "raise in backward",
-            ):
-                note_fault()
-            if self.fault == "nan":
-                return loss * math.nan
-            if self.fault == "raise in forward":
-                raise KeyError("a mistake in forward")
-            if self.fault == "raise in backward":
-                loss.register_hook(raise_in_backward)
-            if self.fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.fault == "hang":
-                threading.Event().wait(300)
-            if self.fault == "slow":
-                time.sleep(12)
-            if self.fault == "stopped for 12 s":
-                continue_later(12)
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if self.fault == "sigterm":
-                os.kill(os.getpid(), signal.SIGTERM)
-            return loss
-
-        def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
-            if self.fault == "raise in evaluation" and self.machine.rank == GUILTY and self.run.result.steps >= STEP:
-                note_fault()
-                raise KeyError("a mistake in the evaluation")
-            return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-        def on_commit(self, view: Any) -> None:
-            if self.fault == "raise in hook" and self.machine.rank == GUILTY and view.step == STEP:
-                note_fault()
-                raise LookupError("a mistake in a hook")
-            if self.fault == "disk full on rank 0" and self.machine.rank == 0 and view.step == STEP:
-                note_fault()
-                import resource
-
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-            if self.fault == "disk full on rank 0" and self.machine.rank == 0 and view.step == STEP + 6:
-                import resource
-
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-    return Faulty
-
-
-def raise_in_backward(gradient: Any) -> None:
-    raise KeyError("a mistake in backward")
-
-
-def continue_later(seconds: float) -> None:
-    import subprocess
-
-    code = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
-    subprocess.Popen([sys.executable, "-S", "-c", code])
-
-
-def train(rank: int, fault: str, strategy: str, run_dir: Path, resume: bool) -> tuple[str, str, dict[str, Any]]:
-    """How it ended, what it said, and the weights."""
-    from safetrain import TrainingStopped
-    from safetrain.errors import Interrupted
-    from safetrain.tensors.sharded import full_tensor
-
-    torch.set_num_threads(1)
-    _noted["at"] = run_dir.parent / f"{run_dir.name}.fault"
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    kind = trainer_class()
-    kind.fault = Samples.fault = "" if resume else fault  # type: ignore[attr-defined]
-    max_steps = NUM_STEPS + 1 if fault == "other config" and rank == GUILTY and not resume else NUM_STEPS
-    made = kind(
-        model,
-        train_data=Samples(),
-        eval_data=[(torch.zeros(4, 8), torch.zeros(4, 1))] * 4,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        config={
-            "seed": 1,
-            "data": {"batch_size": 4},
-            "loop": {
-                "device": "cpu",
-                "strategy": strategy,
-                "max_steps": max_steps,
-                "eval_every": STEP,
-                "rank_timeout_seconds": 20.0,
-            },
-            "guards": {"islands": None},
-            "checkpoint": {"every_steps": 4},
-            "logging": {"console": "off", "tensorboard": False},
+def config_of(place: Place, fault: str, rank: int) -> dict[str, Any]:
+    is_other = fault == "other config" and rank == GUILTY
+    patient = 3 * RANK_TIMEOUT if fault in ("slow", "stopped for 20 s") else RANK_TIMEOUT
+    return {
+        "seed": 1,
+        "trainer": {"_target_": "scripts.chaos_victim.Victim"},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.02 if is_other else 0.01, "momentum": 0.9},
+        "data": {"batch_size": 4},
+        "loop": {
+            "device": "cpu",
+            "strategy": place.strategy,
+            "max_steps": NUM_STEPS,
+            "eval_every": STEP,
+            "rank_timeout_seconds": patient,
         },
-        run_dir=run_dir,
-    )
-    try:
-        made.fit(resume="auto" if resume else False)
-        ended, said = "done", ""
-    except Interrupted as error:
-        ended, said = "saved", str(error)
-    except TrainingStopped as error:
-        ended, said = "stopped", str(error)
-    except Exception as error:
-        ended, said = type(error).__name__, str(error)
-    weights = (
-        {}
-        if ended not in ("done", "saved")
-        else {n: full_tensor(p.detach()).clone().numpy() for n, p in model.named_parameters()}
-    )
-    return ended, said, weights
+        "guards": {"islands": None, "sanity": {"look_every": 4}},
+        "checkpoint": {"every_steps": 4, "snapshot_every": 2, "trust_after": 2},
+        "logging": {"console": "off", "tensorboard": False},
+    }
 
 
-def child(rank: int, world: int, port: int, pipe: Any, arguments: tuple[Any, ...]) -> None:
+def child(rank: int, place: Place, port: int, fault: str, is_cut: bool) -> None:
+    os.setsid()  # what it leaves behind is found by its session
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_WORLD_SIZE": str(place.world),
+        "MASTER_ADDR": ADDRESS.format(1) if is_cut else "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": NETWORK if is_cut else "lo",
     }
-    log = os.open(str(arguments[2]) + f".{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if is_cut:
+        enter(SIDES[rank == GUILTY])
+    log = os.open(place.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    outcome = train(rank, *arguments)
-    pipe.send((*outcome, time.time()))
-    os._exit(0)  # as a program that ends, without taking the group down
+    torch.set_num_threads(1)
+    from safetrain.cli.main import main
+
+    from . import chaos_victim
+
+    chaos_victim.fault, chaos_victim.noted = fault, str(place.noted)
+    file = place.log(rank).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config_of(place, fault, rank)))
+    main(["fit", str(file), "--out", str(place.run_dir), "--resume", "auto"])
 
 
-def run_all(world: int, arguments: tuple[Any, ...], seconds: float = 120.0) -> list[tuple[Any, ...]]:
+def enter(namespace: str) -> None:
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def hold_store(pipe: Any, is_cut: bool) -> None:
+    """As the agent of a launcher does, on the side of rank 0."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    if is_cut:
+        enter(SIDES[0])
+    store = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def run_all(place: Place, fault: str, is_cut: bool = False, seconds: float = 120.0) -> tuple[list[Ended], list[str]]:
+    """How each rank ended, and the processes that were left."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "accelerate", "safetrain.trainer", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+        ["torch", "accelerate", "safetrain.trainer", "safetrain.cli.fit", "torch.distributed.fsdp", "yaml"]
     )
-    pipes, ranks = [], []
-    for rank in range(world):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=child, args=(rank, world, store.port, theirs, arguments))
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=hold_store, args=(theirs, is_cut))
+    holder.start()
+    port = ours.recv()
+    ranks = [context.Process(target=child, args=(r, place, port, fault, is_cut)) for r in range(place.world)]
+    for process in ranks:
         process.start()
-        theirs.close()
-        pipes.append(ours)
-        ranks.append(process)
-    deadline, outcomes = time.monotonic() + seconds, []
-    for pipe in pipes:
-        try:
-            outcomes.append(
-                pipe.recv() if pipe.poll(max(deadline - time.monotonic(), 0.1)) else ("unfinished", "", {}, time.time())
-            )
-        except (EOFError, OSError):
-            outcomes.append(("died", "", {}, time.time()))
-    for pipe, process in zip(pipes, ranks, strict=True):
-        with contextlib.suppress(OSError):
-            pipe.send("go")
-        process.join(5.0)
+    deadline, times = time.monotonic() + seconds, {}
+    gone = {fault.name for fault in FAULTS if fault.gone}
+    expected = {r for r in range(place.world) if not (fault in gone and r == GUILTY)}
+    while not expected <= times.keys() and time.monotonic() < deadline:
+        for rank, process in enumerate(ranks):
+            if rank not in times and process.exitcode is not None:
+                times[rank] = time.time()
+        time.sleep(0.05)
+    sessions = [process.pid for process in ranks]
+    time.sleep(0.5)
+    left = [line for line in in_sessions(sessions) if line.split()[0] not in {str(p.pid) for p in ranks}]
+    ended = [
+        Ended(process.exitcode, times.get(rank, time.time()), _text(place.log(rank)))
+        for rank, process in enumerate(ranks)
+    ]
+    for process in ranks:
         if process.is_alive():
             process.kill()
-            process.join()
-    return outcomes
+        process.join()
+    ours.send("end")
+    holder.join()
+    return ended, left
+
+
+def in_sessions(sessions: list[int | None]) -> list[str]:
+    """Processes that a rank has started, and that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            head, _, rest = path.read_text().rpartition(")")
+            state, _, _, session = rest.split()[:4]
+            if int(session) in sessions and state != "Z":
+                found.append(head + ")")
+    return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextmanager
+def surroundings(fault: Fault, run_dir: Path) -> Iterator[None]:
+    """What the machine is like for this fault."""
+    if fault.name == "hang in data":
+        os.mkfifo(f"{run_dir}.fault.fifo")
+    if fault.name == "disk full on rank 0":
+        run_dir.parent.mkdir(parents=True)
+        _do(f"mount -t tmpfs -o size={DISK_MEGABYTES}m tmpfs {run_dir.parent}")
+    if fault.name == "network cut":
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _remove_sides()
+        for name in SIDES:
+            _do(f"ip netns add {name}", f"ip -n {name} link set lo up")
+        _do(f"ip link add {NETWORK} netns {SIDES[0]} type veth peer name {NETWORK} netns {SIDES[1]}")
+        for index, name in enumerate(SIDES, 1):
+            _do(f"ip -n {name} addr add {ADDRESS.format(index)}/24 dev {NETWORK}")
+            _do(f"ip -n {name} link set {NETWORK} up")
+    try:
+        yield
+    finally:
+        if fault.name == "disk full on rank 0":
+            _do(f"umount -l {run_dir.parent}")
+        if fault.name == "network cut":
+            _remove_sides()
+
+
+def _remove_sides() -> None:
+    for name in SIDES:
+        _do(f"ip netns del {name}")
+
+
+def _do(*commands: str) -> None:
+    for command in commands:
+        subprocess.run(command.split(), check=True, capture_output=True)
 
 
 @dataclass
@@ -280,66 +260,108 @@ class Row:
 
 
 def examine(fault: Fault, strategy: str, world: int, directory: Path, reference: dict[str, Any], row: Row) -> None:
-    run_dir = directory / f"{fault.name.replace(' ', '-')}-{strategy}-{len(row.seconds)}"
-    outcomes = run_all(world, (fault.name, strategy, run_dir, False))
-    noted = Path(f"{run_dir}.fault")
-    began = float(noted.read_text()) if noted.exists() else outcomes[0][3]
-    lines = (
-        [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()] if run_dir.exists() else []
-    )
-    hangs = [line for line in lines if line["event"] == "hang" and not line.get("over")]
-    said = "\n".join(outcome[1] for outcome in outcomes)
-    ended = [outcome[0] for outcome in outcomes]
-    survivors = [name for rank, name in enumerate(ended) if not (fault.name == "killed" and rank == GUILTY)]
-    problems = row.problems
-    if "unfinished" in ended:
-        problems.append(f"ranks did not end: {ended}")
+    name = f"{fault.name.replace(' ', '-')}-{strategy}-{len(row.seconds)}"
+    inner = directory / name / "disk" if fault.name == "disk full on rank 0" else directory
+    place = Place(inner / name, strategy, world)
+    with surroundings(fault, place.run_dir):
+        is_cut = fault.name == "network cut"
+        began = time.time()
+        ended, left = run_all(place, fault.name, is_cut)
+        if place.noted.exists():
+            began = float(place.noted.read_text())
+        row.seconds.append(seconds_to_name(fault, place, began, ended))
+        others = [each for rank, each in enumerate(ended) if rank != GUILTY]
+        looked_at = others if fault.gone else ended
+        problems = row.problems
+        if any(each.code is None for each in looked_at):
+            problems.append(f"ranks did not end: {[each.code for each in ended]}")
+        elif {each.code for each in looked_at} != {fault.code}:
+            problems.append(f"exit codes {[each.code for each in ended]}: {others[0].said.strip()[-200:]}")
+        if fault.code in (1, 2) and not all(f"rank {GUILTY}" in each.said for each in others):
+            problems.append("a rank does not name it")
+        if left:
+            problems.append(f"processes left: {left}")
+        problems += wrong_in_journal(fault, place)
+        if fault.repaired:
+            return
+        if is_cut:
+            _do(f"ip -n {SIDES[1]} link set {NETWORK} up")
+        if fault.code != 0:
+            ended, _ = run_all(place, "", is_cut)
+        final = weights_of(place.run_dir)
+        if {each.code for each in ended} != {0} or final.keys() != reference.keys():
+            problems.append(f"the resume did not end: {[(each.code, each.said[-200:]) for each in ended]}")
+        elif not all(torch.equal(final[key], reference[key]) for key in reference):
+            problems.append("the weights are not those of an uninterrupted run")
+
+
+def seconds_to_name(fault: Fault, place: Place, began: float, ended: list[Ended]) -> float:
     if fault.silent:
-        if not hangs:
-            problems.append("not reported")
-        else:
-            row.seconds.append(hangs[0]["seconds"])
-            if hangs[0]["ranks"] != [GUILTY]:
-                problems.append(f"named {hangs[0]['ranks']}")
-    else:
-        last = max(outcome[3] for outcome in outcomes) if fault.expects in ("ended", "saved") else began
-        row.seconds.append(max(last - began, 0.0))
-        if fault.expects == "ended" and f"rank {GUILTY}" not in said:
-            problems.append("no rank named")
-    if fault.expects in ("goes on", "refused") and set(ended) != {"done"}:
-        problems.append(f"ended as {ended}: {said[:200]}")
-    if fault.expects == "refused" and [line["rank"] for line in lines if line["event"] == "incident"] != [GUILTY]:
-        problems.append("the incident names another rank")
-    if fault.expects == "ended" and "done" in survivors:
-        problems.append(f"ended as {ended}")
-    if fault.expects == "saved" and set(ended) != {"saved"}:
-        problems.append(f"ended as {ended}")
-    if fault.expects != "refused":
-        resumed = run_all(world, (fault.name, strategy, run_dir, True))
-        same = all(r[0] == "done" and all(np.array_equal(r[2][n], reference[n]) for n in reference) for r in resumed)
-        if not same:
-            problems.append(f"the resume is not exact: {[(r[0], r[1][:200]) for r in resumed]}")
+        hangs = hangs_of(place)
+        return float(hangs[0]["seconds"]) if hangs else math.nan
+    if fault.repaired:
+        written = (path.stat().st_mtime for path in place.run_dir.glob("incidents/*/incident.json"))
+        return max((each - began for each in written), default=math.nan)
+    if fault.code == 0:
+        return 0.0
+    return max(each.time for rank, each in enumerate(ended) if not (fault.gone and rank == GUILTY)) - began
+
+
+def wrong_in_journal(fault: Fault, place: Place) -> Iterator[str]:
+    hangs = hangs_of(place)
+    if fault.silent and not hangs:
+        yield "not reported"
+    elif hangs and (not fault.silent or hangs[0]["ranks"] != [GUILTY]):
+        yield f"hang of ranks {hangs[0]['ranks']}"
+    incidents = [line for line in journal(place.run_dir) if line["event"] == "incident"]
+    if fault.repaired:
+        if [line["rank"] for line in incidents] != [GUILTY]:
+            yield f"incidents name ranks {[line['rank'] for line in incidents]}"
+    elif incidents:
+        yield f"{len(incidents)} incidents"
+
+
+def hangs_of(place: Place) -> list[dict[str, Any]]:
+    return [line for line in journal(place.run_dir) if line["event"] == "hang" and not line.get("over")]
+
+
+def journal(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "journal.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    path = run_dir / "checkpoints" / "final.safetensors"
+    return load_file(path) if path.exists() else {}
 
 
 def table(directory: Path, world: int, rounds: int, strategies: list[str], only: list[str]) -> bool:
     """Prints a row for each fault; False if any of them has a problem, or was named too late."""
-    print(f"{world} processes; seconds from the fault to its name: median (max) of {rounds}")
+    print(f"{world} processes; seconds from the fault to its name: median (max) of {rounds}; exit code of the ranks")
     good = True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces and mounts are removed
     for strategy in strategies:
         (directory / strategy).mkdir(parents=True)
-        reference = run_all(world, ("", strategy, directory / strategy / "reference", False))[0][2]
+        run_all(place := Place(directory / strategy / "reference", strategy, world), "")
+        reference = weights_of(place.run_dir)
         for fault in FAULTS:
-            if only and fault.name not in only:
+            if (only and fault.name not in only) or (fault.ddp_only and strategy != "ddp"):
+                continue
+            if fault.needs_root and (os.geteuid() != 0 or not Path("/usr/sbin/ip").exists()):
+                print(f"  {strategy:5} {fault.name:20} not run: it needs root and iproute2")
                 continue
             row = Row(fault, strategy)
             for _ in range(rounds):
                 examine(fault, strategy, world, directory / strategy, reference, row)
-            times = row.seconds or [math.nan]
-            late = not max(times) <= LIMIT
-            verdict = "; ".join(dict.fromkeys(row.problems)) or ("TOO LATE" if late else fault.expects)
+            late = not max(row.seconds) <= LIMIT
+            fine = "named, repaired" if fault.repaired else "named, all ended alike, exact"
+            verdict = "; ".join(dict.fromkeys(row.problems)) or ("TOO LATE" if late else fine)
             good = good and not row.problems and not late
             print(
-                f"  {strategy:5} {fault.name:22} {statistics.median(times):6.1f} ({max(times):5.1f})   {verdict}",
+                f"  {strategy:5} {fault.name:20} {statistics.median(row.seconds):6.1f} ({max(row.seconds):5.1f}) "
+                f"{fault.code:5}   {verdict}",
                 flush=True,
             )
     return good

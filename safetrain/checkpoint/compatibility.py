@@ -33,9 +33,14 @@ SAVED = ("optimizer.", "scheduler.")
 """Keys whose values are part of the saved state: a forced resume uses the saved values."""
 
 
+def values_by_key(config: Config) -> dict[str, Any]:
+    """By dotted keys."""
+    return dict(_leaves(to_dict(config)))
+
+
 def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     """Every value that differs, by its dotted key: (before, after)."""
-    old, new = dict(_leaves(to_dict(before))), dict(_leaves(to_dict(after)))
+    old, new = values_by_key(before), values_by_key(after)
     missing = object()
     return {
         key: (old.get(key), new.get(key))
@@ -55,7 +60,7 @@ def check_changes(before: Config, after: Config, force: bool, recorded: Mapping[
         key: f"{key}: from the environment, with another value" if key in private else f"{key}: {old!r} -> {new!r}"
         for key, (old, new) in found.items()
     }
-    values = dict(_leaves(to_dict(after)))
+    values = values_by_key(after)
     for key, digits in (recorded or {}).items():
         if key not in lines and digest(key, values.get(key)) != digits:
             lines[key] = f"{key}: from the environment, with another value than when the run started"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ from .state import TrainState
 ALIGNMENT = 64
 BLOCK = 2**26
 """Bytes of a block of memory, unless a tensor is larger. Allocators of pinned memory round sizes up to a power of two."""
+
+
+LARGE = 2**20
+"""Bytes of a tensor from which it is copied within the host's memory while training goes on."""
 
 
 class Frozen:
@@ -57,6 +63,27 @@ class _Transfer:
         return [source._version for source in self.sources] == self.versions
 
 
+class _HostTransfer:
+    """A copy within the host's memory by a thread, which lets others run meanwhile."""
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = [(own, source, source._version) for own, source in pairs]
+        self._disturbed = False
+        self._thread = threading.Thread(target=self._copy, name="safetrain-copy", daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        for own, source, version in self._pairs:
+            # One thread, whatever torch uses: the cores are for the step that runs.
+            np.copyto(own.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+            self._disturbed |= source._version != version
+
+    def finish(self) -> bool:
+        """Wait for it; whether nothing was written before it was copied."""
+        self._thread.join()
+        return not self._disturbed
+
+
 class Copy:
     """Memory for one copy, allocated once: pinned if the state is on a device that can copy while it computes."""
 
@@ -64,7 +91,7 @@ class Copy:
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._memory: dict[str, Tensor] = {}
         self._blocks: list[Tensor] = []
-        self._transfer: _Transfer | None = None
+        self._transfer: _Transfer | _HostTransfer | None = None
         self._arriving: list[Any] = []
         """What the host has to wait for until the values are here."""
 
@@ -124,6 +151,12 @@ class Copy:
         devices = {source.device for _, source in pairs.values() if not is_host(source.device)}
         stream = side_stream(next(iter(devices))) if at_once is not None and len(devices) == 1 else None
         is_pinned = bool(devices) and all(block.is_pinned() for block in self._blocks if block.nbytes)
+        if not devices and at_once is not None:
+            late = {name for name, (_, source) in pairs.items() if name not in at_once and _is_large(source)}
+            now = [pairs[name] for name in pairs if name not in late]
+            foreach.copy_([own for own, _ in now], [source for _, source in now])
+            self._transfer = _HostTransfer([pairs[name] for name in late]) if late else None
+            return
         if stream is None or at_once is None or not is_pinned:
             for own, source in pairs.values() if is_pinned else ():
                 own.copy_(source, non_blocking=True)
@@ -149,11 +182,13 @@ class Copy:
         self._transfer = _Transfer(device, [first, second], held, [source._version for source in held])
 
     def order(self) -> bool:
-        """What is asked of the device from now on waits for the copy, and may write what is copied. The host waits for nothing. False:
-        something was written before, and the copy is worth nothing."""
+        """What is asked of the device from now on waits for the copy, and may write what is copied. The host waits only for what is
+        copied within its own memory. False: something was written before, and the copy is worth nothing."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return True
+        if isinstance(transfer, _HostTransfer):
+            return transfer.finish()
         for event in transfer.events:
             event.wait(module_of(transfer.device).current_stream(transfer.device))
         self._arriving = transfer.events
@@ -166,6 +201,11 @@ class Copy:
         for event in arriving:
             event.synchronize()
         return is_whole
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Worth a thread, and one piece of memory."""
+    return tensor.nbytes >= LARGE and tensor.dim() > 0 and tensor.is_contiguous() and tensor.layout is torch.strided
 
 
 def _block(num_bytes: int, pin: bool) -> Tensor:

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed.comm import gather
+from ..distributed.comm import gather, num_processes
+from ..tensors.checksum import checksums
+from ..tensors.sharded import any_dtensor
 from .copies import Copy, Frozen
 from .soundness import FATAL_JUMP, jumps, peaks_of, problems_in
 from .state import TrainState
@@ -164,11 +166,14 @@ class SnapshotRing:
     def pick(self, restart: bool = False) -> Snapshot | None:
         """The snapshot to roll back to, and forget all newer ones: they led to the trouble.
 
-        The newest trusted one; an older one if that was rolled back to before; the very first one if none is left, or with
-        `restart`. None if nothing was ever taken.
+        The newest trusted one; an older one if that was rolled back to before, or is not the same on all ranks; the very first one
+        if none is left, or with `restart`. None if nothing was ever taken. All ranks must call it.
         """
         chosen = self.peek(restart)
-        kept = [] if chosen is self.first else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
+        while chosen is not None and not is_common(chosen.state):
+            chosen.used = True
+            chosen = None if chosen is self.first else self.peek(restart)
+        kept = [] if chosen in (None, self.first) else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
         self._spare += [s.memory for s in self._ring[len(kept) :]]
         self._ring = kept
         if chosen is not None:
@@ -196,6 +201,16 @@ class SnapshotRing:
         if self.first is not None and self.first.step > step:
             self._spare.append(self.first.memory)
             self.first = None
+
+
+def is_common(state: TrainState) -> bool:
+    """Whether the ranks, if each has the whole model, have the same weights and optimizer state in it. All of them must call it."""
+    if num_processes() == 1 or any_dtensor(state.tensors.values()):
+        return True
+    own = state.rest["buffers"]  # of the forward passes of a rank
+    parts = ("model/", "extra/", "optimizer/", "ema/")
+    numbers = checksums([t for name, t in state.tensors.items() if name.startswith(parts) and name not in own])
+    return len(set(map(tuple, gather(numbers)))) == 1
 
 
 def agreed(audit: SnapshotAudit) -> SnapshotAudit:

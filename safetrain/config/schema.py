@@ -119,7 +119,10 @@ class LoopConfig:
 
 
 HEAL = ("samples", "island", "patch")
-LADDER = ("retry", "samples", "micro_batch", "island", "patch", "skip", "reinitialise", "rollback", "disk", "restart")
+LADDER = (
+    *("retry", "samples", "micro_batch", "island", "patch", "replicas"),
+    *("skip", "reinitialise", "rollback", "disk", "restart"),
+)
 
 
 @dataclass

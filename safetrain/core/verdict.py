@@ -59,6 +59,8 @@ class Finding:
     """A sentence for people, with the numbers."""
     names: tuple[str, ...] = ()
     """The parameters or modules that it is about."""
+    ranks: tuple[int, ...] = ()
+    """The processes that it is about; none if it is about all, or if it is not known which."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class Verdict:
     """What the guard measured in this step, as plain numbers, strings, lists and dicts. If the guard has a method `records()`, which
     returns the same of earlier steps, both are written to `flight_recorder.json` of the incident."""
 
+    sound_rank: int | None = field(default=None, repr=False)
+    """On a ROLLBACK: the state of some rank is not what it should be, and that of this one is. If each has the whole model, the others
+    take it over, and the step is run again."""
     findings: tuple[Finding, ...] = field(default=(), repr=False)
     """What is wrong although every number is finite, the gravest first."""
 

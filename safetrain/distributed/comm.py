@@ -97,6 +97,16 @@ def _rebuilt(described: tuple[type[BaseException], tuple[Any, ...], dict[str, An
     return error
 
 
+def overwrite(tensors: Sequence[Tensor], rank: int) -> None:
+    """With the values that they have on that rank. All of them must call it."""
+    for tensor in tensors:
+        value = tensor.detach().clone(memory_format=torch.contiguous_format)
+        group = _open.host_group if _open is not None and value.device.type == "cpu" else None
+        dist.broadcast(value, rank, group=group)
+        if process_rank() != rank:
+            tensor.detach().copy_(value)
+
+
 _COMMUNICATION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|timed out waiting|broken pipe|process ?group", re.IGNORECASE
 )
@@ -138,6 +148,11 @@ class Link:
         self._explained: tuple[BaseException, RankError] | None = None
         global _open
         _open = self
+
+    @property
+    def host_group(self) -> Any:
+        """Exchanges what is in the memory of the hosts, whatever the device."""
+        return self._objects
 
     def _num_begun(self) -> int:
         """Collectives that this rank has begun: one that has begun fewer than others is what they wait for."""

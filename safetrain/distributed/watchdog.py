@@ -314,6 +314,8 @@ class Watchdog:
         return bool(about["host"] == socket.gethostname() and process_state(about["pid"]) == ENDED)
 
     def _last_seen(self, about: dict[str, Any] | None) -> str:
+        if not self._mailbox.answers:
+            return "the store in which the ranks leave their signs of life does not answer: its machine is gone, or this one is cut off"
         if about is None:
             return "it never gave a sign of life"
         state = process_state(about["pid"]) if about["host"] == socket.gethostname() else ""

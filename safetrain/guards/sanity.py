@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,8 @@ class Sanity(Guard):
         self._batches: BatchLooks | None = None
         self._constant: ConstantAnswer | None = None
         self._precision = "fp32"
+        self._sound_rank: int | None = None
+        """When the ranks differ: one whose weights are right, if that is known."""
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Sanity(Guard):
         if not findings:
             return COMMIT
         if any(finding.label == "replicas_differ" for finding in findings):
-            return self._verdict(Action.ROLLBACK, findings)
+            return replace(self._verdict(Action.ROLLBACK, findings), sound_rank=self._sound_rank)
         return self._verdict(Action.STOP if self.config.strict else Action.COMMIT, findings)
 
     def _verdict(self, action: Action, findings: list[Finding]) -> Verdict:
@@ -177,21 +179,19 @@ class Sanity(Guard):
         for name in ("all_weights", "weights"):
             most, least = self._signal(view, name), self._signal(view, f"{name}_negative")
             if most is not None and least is not None and most != -least:
-                names, ranks = looks.differing()
+                differing = looks.differing()
+                names, ranks = differing.names, differing.ranks
                 who = f"rank {', '.join(map(str, ranks))} differs" if ranks else "the ranks differ"
-                found.append(
-                    Finding(
-                        "replicas_differ",
-                        f"{who} in {len(names)} of {len(looks.names)} weights: {_listed(names)}",
-                        names,
-                    )
-                )
+                text = f"{who} in {len(names)} of {len(looks.names)} weights: {_listed(names)}"
+                found.append(Finding("replicas_differ", text, names, ranks))
+                self._sound_rank = differing.sound_rank
                 break
         can_move = self._last is not None and self._last[2] > 0 and view.lr <= self._last[2]  # else it is warming up
         if self._signal(view, "corrupt"):
-            names = looks.corrupt()
-            text = f"{_listed(names)} changed between two steps, and no operation of torch wrote to it"
-            found.append(Finding("memory_corruption", text, names))
+            names, ranks = looks.corrupt()
+            where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+            text = f"{_listed(names)} changed between two steps{where}, and no operation of torch wrote to it"
+            found.append(Finding("memory_corruption", text, names, ranks))
         if can_move and self._signal(view, "unchanged") == 1.0 and looks.are_where_they_were():
             text = f"step {view.step - 1} was applied at a learning rate of {view.lr:.3g} and changed no weight"
             found.append(Finding("weights_unchanged", text, tuple(looks.names)))

@@ -72,12 +72,17 @@ class Sdc(Guard):
         if view.in_trouble or view.scaler_overflow:
             return COMMIT
         if view.signals.get(f"{self.name}.changed"):
-            names = self._named_over_ranks()
+            names, ranks, sound = self._over_ranks()
             text = f"{', '.join(names[:4]) or 'a weight'} changed between two steps: nothing that this run knows of wrote to it"
-            finding = Finding("memory_corruption", text, names)
-            evidence = {"signal": "changed", "value": float(len(names))}
-            bad = dict.fromkeys(names, "not what the step before has left")
-            return Verdict(Action.ROLLBACK, reason=text, evidence=evidence, findings=(finding,), bad_state=bad)
+            finding = Finding("memory_corruption", text, names, ranks)
+            return Verdict(
+                Action.ROLLBACK,
+                reason=text,
+                evidence={"signal": "changed", "value": float(len(names))},
+                bad_state=dict.fromkeys(names, "not what the step before has left"),
+                sound_rank=sound,
+                findings=(finding,),
+            )
         most, least = (view.signals.get(f"{self.name}.{name}") for name in ("gradients", "gradients_negative"))
         if most is not None and least is not None and most != -least:
             text = "the ranks hold different gradients after they were summed"
@@ -96,8 +101,8 @@ class Sdc(Guard):
             )
         return COMMIT
 
-    def _named_over_ranks(self) -> tuple[str, ...]:
-        """Collective: every rank must call it."""
+    def _over_ranks(self) -> tuple[tuple[str, ...], tuple[int, ...], int | None]:
+        """What has changed, on which ranks, and the first rank where nothing has. Collective: every rank must call it."""
         from ..distributed.comm import gather, num_processes
 
         own = []
@@ -106,8 +111,10 @@ class Sdc(Guard):
             own = [name for name, flag in zip(names, mask.tolist(), strict=True) if flag]
         found = gather(own)
         if num_processes() == 1:
-            return tuple(own)
-        return tuple(f"{name} on rank {rank}" for rank, each in enumerate(found) for name in each)
+            return tuple(own), (), None
+        names = tuple(f"{name} on rank {rank}" for rank, each in enumerate(found) for name in each)
+        ranks = tuple(rank for rank, each in enumerate(found) if each)
+        return names, ranks, next((rank for rank, each in enumerate(found) if not each), None)
 
     def differing(self) -> tuple[str, ...]:
         """Weights whose gradients were not the same the second time."""

@@ -29,6 +29,17 @@ class Applied:
     strong: Tensor | None
 
 
+@dataclass(frozen=True)
+class Differing:
+    """Weights that are not the same on all ranks."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Those at fault; none if that is not known."""
+    sound_rank: int | None
+    """The first of the others."""
+
+
 class WeightLooks:
     """Everything stays on the device, in one number for each tensor."""
 
@@ -43,6 +54,8 @@ class WeightLooks:
         self._changed: Tensor | None = None
         self._written = torch.zeros(len(self.tensors), dtype=torch.bool)
         """Weights that the program itself writes to between steps without torch noticing."""
+        self._suspects: set[int] = set()
+        """Ranks on which weights have changed by themselves."""
 
     def measure(self, step: int, is_look: bool, norm: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -104,8 +117,12 @@ class WeightLooks:
     def stuck(self) -> tuple[str, ...]:
         return self._named(self._stuck)
 
-    def corrupt(self) -> tuple[str, ...]:
-        return self._named(self._changed)
+    def corrupt(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Which weights changed by themselves, and on which ranks, if there are several. Collective: every rank must call it."""
+        found = gather(self._named(self._changed))
+        ranks = tuple(rank for rank, names in enumerate(found) if names)
+        self._suspects.update(ranks)
+        return tuple(dict.fromkeys(name for names in found for name in names)), ranks if len(found) > 1 else ()
 
     def are_where_they_were(self) -> bool:
         if self._sample.is_current(self.tensors):
@@ -113,14 +130,19 @@ class WeightLooks:
         self._sample = Sample(self.tensors)
         return False
 
-    def differing(self) -> tuple[tuple[str, ...], list[int]]:
-        """Which weights differ over the ranks, and on which ranks from most of the others. Collective: every rank must call it."""
-        all_digests = gather(digests(self.tensors).tolist())
-        columns = list(zip(*all_digests, strict=True))
-        names = tuple(name for name, column in zip(self.names, columns, strict=True) if len(set(column)) > 1)
-        usual = [max(sorted(set(column)), key=column.count) for column in columns]
-        ranks = [rank for rank, row in enumerate(all_digests) if row != usual]
-        return names, ranks
+    def differing(self) -> Differing:
+        """Collective: every rank must call it."""
+        rows = gather(digests(self.tensors).tolist())
+        columns = zip(self.names, zip(*rows, strict=True), strict=True)
+        names = tuple(name for name, column in columns if len(set(column)) > 1)
+        alike = [sum(row == other for other in rows) for row in rows]
+        if 2 * max(alike) > len(rows):
+            sound = [rank for rank, count in enumerate(alike) if count == max(alike)]
+        else:  # a tie: those whose weights were not seen to change by themselves, if they agree
+            sound = [rank for rank in range(len(rows)) if rank not in self._suspects] if self._suspects else []
+            sound = sound if len({tuple(rows[rank]) for rank in sound}) == 1 else []
+        ranks = tuple(rank for rank in range(len(rows)) if rank not in sound) if sound else ()
+        return Differing(names, ranks, sound[0] if sound else None)
 
     def _named(self, mask: Tensor | None) -> tuple[str, ...]:
         flags: Sequence[bool] = [] if mask is None else mask.tolist()

@@ -44,7 +44,7 @@ def attribute(case: RefusedStep, step: Step, own: Diagnosis | None) -> Diagnosis
     if any(finding.diagnosis is not None for finding in findings):
         joint.renew(step)
     guilty = [r for r in reports.suspects if findings[r].is_guilty]
-    chosen = guilty[0] if guilty else reports.suspects[0]
+    chosen = (*guilty, *case.blamed_ranks, reports.suspects[0])[0]
     incident = case.incident
     incident.rank = chosen
     incident.ranks = _rank_records(reports, findings, guilty)

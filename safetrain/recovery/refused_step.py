@@ -137,6 +137,17 @@ class RefusedStep:
         return any(v.bad_state for v in self.decision.verdicts.values())
 
     @property
+    def sound_rank(self) -> int | None:
+        """A rank whose state the others can take over."""
+        return next((v.sound_rank for v in self.decision.verdicts.values() if v.sound_rank is not None), None)
+
+    @property
+    def blamed_ranks(self) -> tuple[int, ...]:
+        """Those that a guard has named."""
+        found = (finding.ranks for v in self.decision.verdicts.values() for finding in v.findings)
+        return next((ranks for ranks in found if ranks), ())
+
+    @property
     def since(self) -> int | None:
         """The first step of the trouble, if a guard knows it."""
         return min((v.since for v in self.decision.verdicts.values() if v.since is not None), default=None)

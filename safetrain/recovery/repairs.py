@@ -13,6 +13,7 @@ from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.state import TrainState
 from ..core.verdict import Action, Doubt
 from ..core.view import StepView
+from ..distributed.comm import overwrite
 from ..errors import CheckpointError
 from ..guards.islands import Islands
 from ..guards.sdc import Sdc
@@ -47,6 +48,16 @@ class Repairs:
         retried = self._step.retry(window, case.view)
         case.applied = None if retried is None else (*retried, window)
         return retried is not None
+
+    def take_over(self, rank: int) -> bool:
+        """Weights, averages and optimizer state of that rank, on all; False if each has only a part of them."""
+        if is_sharded(self._step.model):
+            return False
+        state = TrainState.gather(self._step)
+        kept = ("transient/", "auxiliary/")  # as buffers go, each rank has its own
+        overwrite([tensor for name, tensor in state.tensors.items() if not name.startswith(kept)], rank)
+        self._step.transaction.expect_weights()
+        return True
 
     def bad_micro_batches(self, case: RefusedStep) -> list[int]:
         """Which micro-batches of the window are not finite on their own."""

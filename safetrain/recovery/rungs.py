@@ -143,6 +143,23 @@ class Patch(Rung):
         return Resolution(Action.COMMIT, [f"{patched}; to make it permanent: {case.incident.fix}"])
 
 
+class Replicas(Rung):
+    """Of ranks whose state is not what it should be: take over that of a rank where it is, and run the step once more."""
+
+    def fits(self, case: RefusedStep) -> bool:
+        return case.sound_rank is not None and not case.is_late
+
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        rank = case.sound_rank
+        if rank is None or not repairs.take_over(rank):
+            return "no rank has the whole model"
+        if not repairs.try_again(case, case.window):
+            return f"with the state of rank {rank} the step is refused, too"
+        return Resolution(
+            Action.COMMIT, [f"all ranks took over the state of rank {rank}, and the step was run again and committed"]
+        )
+
+
 class Skip(Rung):
     """Skip the step, as long as the last good batch shows that the state is sound."""
 

@@ -32,6 +32,7 @@ from ..tensors.devices import is_host, note_in_use
 from ..tensors.module_globs import matching
 from ..tensors.rng import seed_everything
 from ..tensors.sharded import is_sharded
+from .checks import check_config_of_ranks
 from .fsdp import keep_sharded, shard_model
 
 
@@ -68,6 +69,7 @@ def open_machine(config: Config) -> Machine:
             fix = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
         raise UsageError(f"{problem}.\nTo fix: {fix}.") from error
     machine.check_launch(loop.precision, shards_model=loop.strategy == "fsdp")
+    check_config_of_ranks(config)
     note_in_use([machine.device])
     return machine
 

@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from .. import __version__
+from ..checkpoint.compatibility import values_by_key
+from ..config.private import private_keys
+from ..config.schema import Config
+from ..distributed.comm import gather, name_ranks, num_processes
 from ..errors import UsageError
+
+OF_EACH_RANK = ("name", "data.train*", "data.eval*", "data.num_workers", "loop.device", "logging*")
+"""Keys of the config that may differ over the ranks."""
+
+
+def check_config_of_ranks(config: Config) -> None:
+    """Raise on all ranks if one has another config, or other versions."""
+    if num_processes() == 1:
+        return
+    private = private_keys(config)
+    values = {f"config: {key}": value for key, value in values_by_key(config).items() if key not in private}
+    values = {key: v for key, v in values.items() if not any(fnmatch(key, f"config: {free}") for free in OF_EACH_RANK)}
+    _check_alike({**values, "torch": str(torch.__version__), "safetrain": __version__})
+
+
+def check_optimizer_of_ranks(optimizer: Optimizer) -> None:
+    """The same for the settings of an optimizer that was handed over."""
+    if num_processes() == 1:
+        return
+    plain = (bool, int, float, str, tuple)
+    _check_alike(
+        {"optimizer": type(optimizer).__name__}
+        | {
+            f"optimizer: {key} of group {index}": value
+            for index, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if isinstance(value, plain)
+        }
+    )
+
+
+def _check_alike(own: Mapping[str, Any]) -> None:
+    found = gather(own)
+    lines = []
+    for key in dict.fromkeys(key for each in found for key in each):
+        values = [repr(each.get(key)) for each in found]
+        usual, _ = Counter(values).most_common(1)[0]  # of a tie, that of rank 0
+        if others := [rank for rank, value in enumerate(values) if value != usual]:
+            lines.append(
+                f"{key} is {values[others[0]]} on {name_ranks(others)}, and {usual} on {name_ranks([values.index(usual)])}"
+            )
+    if lines:
+        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise UsageError(
+            "the ranks were not started in the same way:\n  " + "\n  ".join(lines[:8]) + more + "\n"
+            "To fix: give every rank the same config, overrides and code. Data and logging may differ."
+        )
 
 
 def check_trainable(model: nn.Module) -> None:

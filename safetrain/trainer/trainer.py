@@ -86,6 +86,7 @@ class SafeTrainer(TrainerHooks):
         self.loss_fn = build.choose_loss(loss_fn, self.config)
         self.optimizer = self.build_optimizer(self.model) if optimizer is None else optimizer
         checks.check_optimizer(self.model, self.optimizer)
+        checks.check_optimizer_of_ranks(self.optimizer)
         self.scheduler = self.build_scheduler(self.optimizer) if scheduler is None else scheduler
         given = self.build_data() if train_data is None else train_data
         self.stream, evaluated = build.open_data(given, eval_data, self.config, self.machine, train_data is None)

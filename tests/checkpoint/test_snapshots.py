@@ -8,6 +8,7 @@ from records import journal
 from small import assert_same, deep_state, make_batches, make_model
 
 from safetrain import CheckpointError, SafeTrainer, UsageError
+from safetrain.checkpoint import copies
 from safetrain.checkpoint.snapshots import SnapshotRing
 from safetrain.checkpoint.state import TrainState
 from safetrain.tensors.rng import RandomState
@@ -54,6 +55,38 @@ def test_the_audit_refuses_a_bad_state(bad, what):
     assert list(ring.take(1, bad).problems) == [what]
     assert len(ring) == 0
     assert not ring.take(2, state(999.0, moment=400.0, bias=9.0)).problems
+
+
+def test_a_large_state_is_of_one_moment_although_it_is_copied_later(monkeypatch):
+    monkeypatch.setattr(copies, "LARGE", 1)
+    ring = SnapshotRing(size=2, trust_after=0)
+    live = state()
+    ring.take(0, live)  # the first one is copied at once
+    for step in (1, 2):
+        ring.order()  # comes before an update
+        live.tensors["model/w"].fill_(step)
+        ring.take(step, live)
+    ring.order()  # comes before an update
+    live.tensors["model/w"].fill_(3.0)
+    assert [s.state.tensors["model/w"].tolist() for s in ring.all()] == [[1.0] * 4, [1.0] * 4, [2.0] * 4]
+
+
+def test_a_snapshot_that_was_written_to_before_it_was_copied_is_not_kept(monkeypatch):
+    monkeypatch.setattr(copies, "LARGE", 1)
+    begun = []
+
+    class Late(copies._HostTransfer):
+        def _copy(self):
+            begun.append(super()._copy)
+
+    monkeypatch.setattr(copies, "_HostTransfer", Late)
+    ring, live = SnapshotRing(size=2, trust_after=0), state()
+    ring.take(0, live)
+    ring.take(1, live)
+    live.tensors["model/w"].fill_(3.0)
+    begun[0]()
+    ring.order()
+    assert [s.step for s in ring.all()] == [0]
 
 
 def test_trust_is_earned_by_healthy_steps_in_a_row():
@@ -116,8 +149,10 @@ def train(make_trainer):
     return make
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(train, precision):
+@pytest.mark.parametrize(("precision", "large"), [("fp32", copies.LARGE), ("fp16", copies.LARGE), ("fp32", 1)])
+def test_a_rollback_restores_everything_but_the_data_cursor_and_the_budgets(train, precision, large, monkeypatch):
+    monkeypatch.setattr(copies, "LARGE", large)  # 1: all of it is copied while the next step is computed
+
     class Rolling(SafeTrainer):
         def on_commit(self, view):
             if self.run.result.steps == 14 and self.run.result.rollbacks == 0:

@@ -79,15 +79,16 @@ def test_a_run_without_faults_is_not_changed(tmp_path):
 
 def train(rank, run_dir, what):
     result, weights = fit(run_dir, what, loop={"device": "cpu"})
-    return [(i.step, i.cause.label, i.cause.explanation) for i in result.incidents], [w.tolist() for w in weights]
+    about = [(i.step, i.rank, i.cause.label, i.cause.explanation, i.decision.action) for i in result.incidents]
+    return about, [w.tolist() for w in weights]
 
 
-@pytest.mark.parametrize("what", ["none", "weight"])
-def test_with_several_processes_the_rank_is_named(what, tmp_path):
-    first, second = run_ranks(train, 2, str(tmp_path / "run"), what, timeout=90)
+def test_with_several_processes_the_rank_is_named_and_takes_over_the_state_of_another(tmp_path):
+    healthy, same = run_ranks(train, 2, str(tmp_path / "healthy"), "none", timeout=90)
+    assert (healthy, healthy[0]) == (same, [])
+    first, second = run_ranks(train, 2, str(tmp_path / "run"), "weight", timeout=90)
     assert first == second
-    if what == "none":
-        assert first[0] == []
-    else:
-        assert first[0][0][:2] == (21, "memory_corruption")
-        assert "2.weight on rank 1" in first[0][0][2]
+    ((step, rank, label, explanation, action),) = first[0]
+    assert (step, rank, label, action) == (21, 1, "memory_corruption", "commit")
+    assert "2.weight on rank 1" in explanation
+    assert first[1] == healthy[1], "as if it had never happened"
