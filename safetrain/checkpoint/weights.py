@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
@@ -46,14 +45,12 @@ def _write(model: nn.Module, parts: dict[str, Tensor] | None, path: Path) -> Non
                 except (RuntimeError, KeyError):  # parts of one storage, or types that safetensors cannot hold
                     _write_separately(state, temporary)
             else:  # sharded; or extra state that is no tensor, which safetensors cannot hold
-                save_file(
-                    {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}, temporary
-                )
+                _write_separately({n: value for n, value in state.items() if isinstance(value, Tensor)}, temporary)
     except SafetensorError as error:
         raise OSError(f"{path.parent}: {error}") from error
 
 
-def _write_separately(state: dict[str, Any], path: Path) -> None:
+def _write_separately(state: dict[str, Tensor], path: Path) -> None:
     """Every tensor by itself, as plain numbers. Those that the format cannot hold are left out, and that is said."""
     written = {name: value.detach().resolve_conj().resolve_neg() for name, value in state.items()}
     unable = [name for name, value in written.items() if not is_storable(value)]

@@ -111,6 +111,10 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            # A pipe on Windows (cp1252, say) does not know every character that is printed.
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run(arguments: list[str], verbose: bool = False) -> int:

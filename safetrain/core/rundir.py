@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -89,14 +90,8 @@ class RunLock:
             ) from error
         try:
             if not _lock(self._descriptor):
-                raise self._in_use(
-                    os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                )
-            os.ftruncate(self._descriptor, 0)
-            os.lseek(self._descriptor, 0, os.SEEK_SET)  # os.pwrite is not there on Windows
-            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        except OSError:
-            pass  # a full disk: the lock holds, only the name in it is missing
+                raise self._in_use(_owner(self._descriptor))
+            self._sign()
         except RunDirectoryError:
             os.close(self._descriptor)
             raise
@@ -127,13 +122,20 @@ class RunLock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         if not _lock(descriptor):
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            owner = _owner(descriptor)
             os.close(descriptor)
             raise self._in_use(f"{owner} too, since {LOCK} was removed while this run was in it")
         os.close(self._descriptor)
         self._descriptor = descriptor
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._sign()
         return was_removed
+
+    def _sign(self) -> None:
+        """Write into the file who holds it."""
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, only the name in it is missing
+            os.ftruncate(self._descriptor, 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)  # there is no os.pwrite on Windows
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def _in_use(self, owner: str) -> RunDirectoryError:
         return RunDirectoryError(
@@ -154,6 +156,11 @@ def is_in_use(directory: Path) -> bool:
         return not _lock(descriptor, shared=True)
     finally:
         os.close(descriptor)
+
+
+def _owner(descriptor: int) -> str:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
 
 
 def _lock(descriptor: int, shared: bool = False) -> bool:

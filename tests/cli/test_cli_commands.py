@@ -1,5 +1,6 @@
 """The commands that need no torch: output, exit codes, and what is not imported."""
 
+import io
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 import safetrain
-from safetrain.cli.main import COMMANDS, run
+from safetrain.cli.main import COMMANDS, main, run
 from safetrain.config import load_config
 
 ROOT = Path(safetrain.__file__).resolve().parent.parent
@@ -218,3 +219,13 @@ def test_env_names_versions_and_devices(capsys):
     assert all(facts[name] for name in [*names, "devices"])
     text = out(capsys, "env")
     assert f"torch           {facts['torch']}" in text
+
+
+def test_output_that_cannot_hold_every_character(monkeypatch):
+    pipe = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="cp1252"))  # as a pipe is on Windows
+    with pytest.raises(SystemExit) as end:
+        main(["explain", "quickstart"])
+    sys.stdout.flush()
+    assert end.value.code == 0
+    assert b"\\u25cf begin" in pipe.getvalue()

@@ -93,6 +93,6 @@ def deliver_to(tensors):
     needed = {t.untyped_storage().data_ptr() for t in tensors}
     arriving = [e for e in _pending if is_ours(e[1]) and e[1].untyped_storage().data_ptr() in needed]
     for each in arriving:
-        _pending.remove(each) if each in _pending else None
+        _pending[:] = [e for e in _pending if e is not each]
         _, target, source = each
         on_host(target.detach()).copy_(source.expand(target.shape))
