@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 
-from .._private.compiler import FullPrecisionBackward
+from .._private.compiler import BACKWARD, FullPrecisionBackward, is_compiled
 
 _REPLAYING: WeakSet[nn.Module] = WeakSet()
 _COMPILED: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
@@ -31,6 +31,12 @@ def called_for(model: nn.Module) -> nn.Module:
     and each change of them would recompile it."""
     compiled = _COMPILED.get(model, ref(model))()
     return model if compiled is None else compiled
+
+
+def lowers_islands(model: nn.Module) -> bool:
+    """Whether the backward pass of a float32 island in this model would be computed in low precision, silently: it is compiled, by a
+    torch that traces backward passes under autocast."""
+    return not BACKWARD.works and (called_for(model) is not model or any(map(is_compiled, model.modules())))
 
 
 def kept(loss: Tensor, metrics: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -17,6 +17,7 @@ from ..distributed.comm import overwrite
 from ..errors import CheckpointError
 from ..guards.islands import Islands
 from ..guards.sdc import Sdc
+from ..precision.compiled import lowers_islands
 from ..step.step import Step
 from ..tensors.rng import undisturbed_rng
 from ..tensors.sharded import is_sharded
@@ -235,6 +236,10 @@ class Repairs:
         return step, num_committed
 
     # ---- changing what is computed -----------------------------------------------------------------------------
+
+    @property
+    def may_grow_islands(self) -> bool:
+        return not lowers_islands(self._step.model)
 
     def grow_island(self, module: str) -> None:
         """Keep a module in float32 from now on."""

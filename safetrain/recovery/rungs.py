@@ -114,6 +114,8 @@ class Island(Rung):
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         assert case.island is not None
+        if not repairs.may_grow_islands:
+            return "this version of torch would compute the compiled backward pass of a float32 island in low precision"
         repairs.grow_island(case.island)
         if not repairs.try_again(case, case.window):
             repairs.shrink_island(case.island)

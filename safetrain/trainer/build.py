@@ -25,7 +25,7 @@ from ..guards import REGISTRY, Guard
 from ..guards.islands import LOSS, Islands
 from ..optim.schedule import Schedule
 from ..precision.autocast import AUTOCAST_DTYPES
-from ..precision.compiled import note_compiled
+from ..precision.compiled import lowers_islands, note_compiled
 from ..step.exchange import Exchange
 from ..step.joint import JointExchange
 from ..tensors.devices import is_host, note_in_use
@@ -100,10 +100,9 @@ def prepare_model(
         backend = "inductor" if loop.compile is True else loop.compile
         called = torch.compile(model, backend=backend, mode=loop.compile_mode)  # type: ignore[assignment]
         note_compiled(model, called, loop.compile_mode in ("reduce-overhead", "max-autotune"))
-        if loop.precision != "fp32" and any(
-            isinstance(g, Islands) and (g.config.modules or g.config.loss) for g in guards
-        ):
-            BACKWARD.require("leave out loop.compile or guards.islands, or use a torch that has it (2.9 or newer).")
+    has_islands = any(isinstance(g, Islands) and (g.config.modules or g.config.loss) for g in guards)
+    if loop.precision != "fp32" and has_islands and lowers_islands(model):
+        BACKWARD.require("leave out torch.compile or guards.islands, or use a torch that has it (2.9 or newer).")
     if machine.world_size > 1 and not is_sharded(model):
         called = machine.replicate(called)
     _separate_random_streams(machine.rank)

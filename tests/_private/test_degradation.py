@@ -21,6 +21,7 @@ from safetrain.errors import UsageError
 from safetrain.forensics import investigate
 from safetrain.guards.graph import broadcast
 from safetrain.optim.ema import Ema
+from safetrain.precision.compiled import lowers_islands, note_compiled
 from safetrain.precision.islands import island
 from safetrain.preflight.observer import Observer
 from safetrain.tensors import gradients
@@ -189,6 +190,7 @@ def test_a_compiled_model_is_investigated_as_it_is():
     assert incident.origin.module == "_orig_mod"
 
 
+@pytest.mark.skipif(not compiler.BACKWARD.works, reason="this torch has no backward_pass_autocast")
 def test_an_island_leaves_the_compiler_alone():
     import torch._functorch.config as config
 
@@ -201,6 +203,15 @@ def test_an_island_leaves_the_compiler_alone():
         assert config.backward_pass_autocast == before
         remove()
     assert config.backward_pass_autocast == before
+
+
+def test_islands_of_a_compiled_model_are_said_to_be_none():
+    plain, outer = nn.Linear(1, 1), nn.Linear(1, 1)
+    inside = nn.Sequential(torch.compile(nn.Linear(1, 1), backend="eager"))
+    note_compiled(outer, (compiled := torch.compile(outer, backend="eager")))
+    with feature.without("compiled_backward"):
+        assert [lowers_islands(model) for model in (plain, inside, outer, compiled)] == [False, True, True, True]
+    assert not lowers_islands(outer) or not compiler.BACKWARD.works
 
 
 def test_layers_are_observed_without_their_operations():

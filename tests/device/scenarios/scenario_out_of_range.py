@@ -78,6 +78,20 @@ def test_an_ignored_label_is_none(train):
     assert train(data).fit().healthy
 
 
+def test_what_the_step_puts_right_in_place_is_in_range(train):
+    data = batches(10)
+    for batch in data:
+        batch["words"][0, 0] = batch["label"][1] = -1
+
+    def loss(model, batch):
+        words, label = batch["words"], batch["label"]
+        words.clamp_(min=0)
+        label[label < 0] = -100
+        return F.cross_entropy(model(words), label)
+
+    assert train(data, loss_fn=loss).fit().healthy
+
+
 def test_columns_of_one_tensor_are_used_on_tables_of_their_own(train):
     class Ratings(nn.Module):
         def __init__(self):
