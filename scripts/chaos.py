@@ -27,6 +27,7 @@ from safetrain.checkpoint import CheckpointStore
 from safetrain.checkpoint.state import TrainState
 from scripts.chaos_forged import forged
 from scripts.chaos_runs import Trainer, finish, in_child, kill, train
+from scripts.chaos_syscalls import CONFIGS, system_calls
 
 ACKNOWLEDGED = "acknowledged.txt"
 
@@ -331,13 +332,20 @@ def _trains_through_a_full_disk(disk: Path, mounted: bool) -> bool:
     return good
 
 
+STAGES = ["kills", "syscalls", "damage", "full-disk", "forged"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument(
-        "what", nargs="*", choices=["kills", "damage", "full-disk", "forged", []], help="default: all of them"
-    )
+    parser.add_argument("what", nargs="*", choices=[*STAGES, []], help="default: all of them")
     parser.add_argument(
         "--kills", type=int, default=36, help="number of SIGKILLs, half of them while a checkpoint is written"
+    )
+    parser.add_argument(
+        "--moments", type=int, default=30, help="moments between system calls to resume from, of each config; 0: all"
+    )
+    parser.add_argument(
+        "--configs", nargs="+", default=[], choices=list(CONFIGS), help="of these runs; default: of all"
     )
     parser.add_argument(
         "--flips", type=int, default=300, help="random bit flips, distributed over the files of a checkpoint"
@@ -356,7 +364,7 @@ def main() -> None:
         "--directory", type=Path, help="where to work (default: a temporary directory, removed on success)"
     )
     arguments = parser.parse_args()
-    what = arguments.what or ["kills", "damage", "full-disk", "forged"]
+    what = arguments.what or STAGES
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="safetrain-chaos-"))
     torch.set_num_threads(1)
     print(f"seed {arguments.seed}, in {directory}", flush=True)
@@ -368,6 +376,8 @@ def main() -> None:
         good = table(directory, arguments.ranks, arguments.rounds, arguments.strategies, arguments.faults)
     if "kills" in what:
         good = kills(directory, arguments.kills, arguments.seed, arguments.steps) and good
+    if "syscalls" in what:
+        good = system_calls(directory, arguments.moments, arguments.configs, arguments.seed, differences) and good
     if "damage" in what:
         good = damage(directory, arguments.flips, arguments.seed) and good
     if "full-disk" in what:

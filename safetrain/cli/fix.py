@@ -63,7 +63,7 @@ def command(
     config = config_of(kept, overrides, device)
     try:
         with progress_bar(f"looking for a change that keeps step {kept.incident.step} finite"):
-            found = _proposals(kept, config, Trust(kept.run_dir, trusted), seconds)
+            found = _proposals(kept, config, Trust.of_bundle(kept, trusted), seconds)
     except Exception as error:
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise

@@ -59,7 +59,7 @@ def command(
 
     kept = read_bundle(bundle)
     config = config_of(kept, overrides, device)
-    trust = Trust(kept.run_dir, trusted, _typed_targets(kept, config, overrides))
+    trust = Trust.of_bundle(kept, trusted, _typed_targets(kept, config, overrides))
     try:
         with progress_bar(f"replaying step {kept.incident.step}"):
             replayed = _replay(kept, config, trust, not no_remedies)
@@ -82,9 +82,10 @@ def config_of(bundle: Bundle, overrides: tuple[str, ...], device: str | None) ->
             "To fix: keep the bundle in its run (RUN/incidents/step-000042), and copy the whole run when you move it."
         )
     # A replay needs the model, the loss and the optimizer, and must not depend on the rest: nor on the environment it is read from.
-    unneeded = ("data.train=null", "data.eval=null", "scheduler=null", "guards=null", "recovery={}", "logging={}")
+    unneeded = ("data.train=null", "data.eval=null", "data.collate_fn=null", "scheduler=null", "guards=null")
     config = load(str(path), (*overrides, *unneeded), device=device).config
     config.guards = {}
+    config.recovery, config.logging = type(config.recovery)(), type(config.logging)()
     config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
     return config
 

@@ -96,6 +96,7 @@ class RunLock:
             os.close(self._descriptor)
             raise
         self._held.add(self._path)
+        _remove_left_overs(self._path.parent)
 
     @classmethod
     def holds(cls, path: Path) -> bool:
@@ -161,6 +162,14 @@ def is_in_use(directory: Path) -> bool:
 def _owner(descriptor: int) -> str:
     os.lseek(descriptor, 0, os.SEEK_SET)
     return os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+
+
+def _remove_left_overs(directory: Path) -> None:
+    """Half-written files of a process that was killed."""
+    for path in (*directory.glob(".*.tmp"), *directory.glob("incidents/*/.*.tmp")):
+        if re.fullmatch(r"\..+\.\d+\.tmp", path.name) and not path.is_dir():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _lock(descriptor: int, shared: bool = False) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +184,8 @@ class Bundle:
     """As it was recorded."""
     contents: dict[str, Any]
     """Of `replay.pt`."""
+    asked: Path | None = None
+    """The directory as it was asked for, before links were followed."""
 
     @property
     def run_dir(self) -> Path:
@@ -190,8 +194,9 @@ class Bundle:
 
 def read_bundle(path: str | Path) -> Bundle:
     """A bundle from its directory. Loading it can run nothing: neither pickled code nor the classes in its batch."""
-    directory = Path(path)
-    directory = (directory.parent if directory.is_file() else directory).resolve()
+    asked = Path(path)
+    asked = Path(os.path.abspath(asked.parent if asked.is_file() else asked))
+    directory = asked.resolve()
     incident = read_incident(directory)
     file = directory / REPLAY
     if not file.is_file():
@@ -203,7 +208,8 @@ def read_bundle(path: str | Path) -> Bundle:
         contents = load_plain(file)
         is_known = isinstance(contents, dict) and contents.get("schema") == REPLAY_SCHEMA
     except Exception as error:  # a forged file can make its reader raise anything, but never run anything
-        what = (str(error).splitlines() or [type(error).__name__])[0]
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # what a pickle would call
+        what = f"it names {named[1]}" if named else (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"{file} is not as safetrain wrote it, and nothing of it was run: {what}\n"
             "To fix: get the bundle again from where the run was."
@@ -214,7 +220,7 @@ def read_bundle(path: str | Path) -> Bundle:
         )
     if wrong := [name for name, kinds in CONTENTS.items() if not isinstance(contents[name], kinds)]:
         raise UsageError(f"{file} is not as safetrain wrote it: {', '.join(wrong)}.\nTo fix: get the bundle again.")
-    return Bundle(directory, incident, contents)
+    return Bundle(directory, incident, contents, asked)
 
 
 def read_incident(directory: Path) -> Incident:

@@ -221,7 +221,7 @@ def _compared(recorded: Incident, diagnosis: Diagnosis, notes: list[str]) -> Rep
         recorded.step,
         recorded.time,
         Trigger("replay", diagnosis.signal, diagnosis.value),
-        Outcome("none", ["every number of the step is finite" if diagnosis.healthy else f"bad {diagnosis.signal}"]),
+        Outcome("none", [_seen(diagnosis)]),
         rank=recorded.rank,
     )
     diagnosis.fill(found)
@@ -242,6 +242,12 @@ def _compared(recorded: Incident, diagnosis: Diagnosis, notes: list[str]) -> Rep
             "the loss is that of the run but for its last bits: its sums are made in no fixed order, or elsewhere",
         ]
     return Replayed(DIFFERENT if differences else REPRODUCED, found, differences, notes)
+
+
+def _seen(diagnosis: Diagnosis) -> str:
+    if diagnosis.error is not None:
+        return f"the step raises {type(diagnosis.error).__name__}: {diagnosis.error}"
+    return "every number of the step is finite" if diagnosis.healthy else f"bad {diagnosis.signal}"
 
 
 def _differences(recorded: Incident, found: Incident) -> list[str]:

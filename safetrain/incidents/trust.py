@@ -8,7 +8,8 @@ A config can name anything that Python can import, `os.system` too, so a bundle 
     given by the user on the command line
 
 A run brings along what lies in its own directory. Unless this user made it (see `core.ownership`), it also brings what it was unpacked
-with: everything below the entry of the current directory that holds it, and the whole of the current directory if it lies directly there.
+with: everything below the entry of the current directory that holds it, and the whole of the current directory if it lies directly there
+or if this user has never trained there.
 What matters is where the object that is called was defined: `./model.py:os.system` is not the project's.
 """
 
@@ -20,21 +21,35 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.ownership import is_own
+from ..core.ownership import has_trained_in, is_own
 from ..core.rundir import JOURNAL
 from ..errors import UsageError
 from .harmless import NAMES, is_harmless
 
+if TYPE_CHECKING:
+    from .bundle import Bundle
+
 
 class Trust:
-    def __init__(self, run_dir: Path, everything: bool = False, given: Iterable[str] = ()) -> None:
-        """`everything`: with `--trust`. `given`: targets that the user has typed."""
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, everything: bool, given: Iterable[str] = ()) -> Trust:
+        asked = None if bundle.asked is None else bundle.asked.parent.parent
+        return cls(bundle.run_dir, everything, given, asked)
+
+    def __init__(
+        self, run_dir: Path, everything: bool = False, given: Iterable[str] = (), asked: Path | None = None
+    ) -> None:
+        """`everything`: with `--trust`. `given`: targets that the user has typed. `asked`: the run's directory, before links were
+        followed."""
         self.everything, self._given = everything, frozenset(given)
         self._project = Path.cwd().resolve()
         self._is_own = is_own(run_dir) or not run_dir.exists()
-        self._brought = _brought_by(run_dir.resolve(), self._project, self._is_own)
+        self._is_known = self._is_own or has_trained_in(self._project)
+        # A link in an archive may lead to where nothing of the archive seems to be.
+        places = {run_dir.resolve(), Path(os.path.abspath(run_dir if asked is None else asked))}
+        self._brought = [brought for place in places for brought in _brought_by(place, self._project, self._is_own)]
 
     def check(self, config: Any) -> None:
         """Raise UsageError if the config, or any argument in it, names something else. Imports only what may run."""
@@ -44,6 +59,8 @@ class Trust:
         if not foreign:
             return
         made = "" if self._is_own else " (this run was made elsewhere, or its config was changed since)"
+        if not self._is_known:
+            made += "; you have not trained in this directory, so what is in it may have come with the run"
         raise UsageError(
             f"the config of this run names code that is not of the current project ({self._project}){made}. It would be imported "
             "and called, and was not run:\n"
@@ -104,7 +121,9 @@ class Trust:
         libraries = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
         if "site-packages" in path.parts or any(path.is_relative_to(library) for library in libraries):
             return False
-        if not path.is_relative_to(self._project) or any(path.is_relative_to(brought) for brought in self._brought):
+        if not self._is_known or not path.is_relative_to(self._project):
+            return False
+        if any(path.is_relative_to(brought) for brought in self._brought):
             return False
         # Nor what another run brought along.
         between = path.relative_to(self._project).parents
@@ -130,10 +149,12 @@ class Trust:
 
 
 def targets_in(node: Any) -> Iterator[str]:
-    """Every `_target_` in it, at any depth."""
+    """Every `_target_` in it, at any depth, and the rungs of `recovery.ladder`, which are written without."""
     if isinstance(node, Mapping):
         if isinstance(node.get("_target_"), str):
             yield node["_target_"]
+        if isinstance(node.get("ladder"), (list, tuple)):
+            yield from (rung for rung in node["ladder"] if isinstance(rung, str) and "." in rung)
         for child in node.values():
             yield from targets_in(child)
     elif isinstance(node, (list, tuple)):

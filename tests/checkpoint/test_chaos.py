@@ -23,6 +23,11 @@ def test_kills(tmp_path):
     assert out.count("bit-identical") == 3
 
 
+def test_system_calls(tmp_path):
+    out = chaos(tmp_path, "syscalls", "--moments", "8", "--configs", "snapshots", "--seed", "3")
+    assert "all bit-identical" in out or "cannot trace" in out
+
+
 def test_damage(tmp_path):
     assert "60 bit flips" in chaos(tmp_path, "damage", "--flips", "60")
 
@@ -37,6 +42,6 @@ def test_forged_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_full_script(tmp_path):
-    out = chaos(tmp_path, "--kills", "30", "--flips", "200", "--stages", "30", "--forged", "100")
+    out = chaos(tmp_path, "--kills", "30", "--flips", "200", "--stages", "30", "--forged", "100", "--moments", "5")
     assert out.count("0 unloadable, 0 acknowledged saves lost, final state bit-identical") == 3
     assert "nothing was lost" in out

@@ -13,7 +13,7 @@ from safetrain.config.sources import bundled_dir
 from safetrain.core.ownership import is_own, mark
 from safetrain.errors import UsageError
 from safetrain.incidents.harmless import NAMES, is_harmless
-from safetrain.incidents.trust import Trust
+from safetrain.incidents.trust import Trust, targets_in
 
 FILE = """
 import os
@@ -136,6 +136,7 @@ def test_a_run_from_elsewhere_brings_what_it_was_unpacked_with() -> None:
     for place in ("unpacked/runs/first", "unpacked/runs", "unpacked"):
         Path(place).mkdir(parents=True, exist_ok=True)
         Path(place, "beside_for_trust.py").write_text(FILE)
+    own(Path("runs/mine"))
     trust = Trust(Path("unpacked/runs/first"))
     assert trust.allows("net_for_trust.py:Net")
     for brought in (
@@ -155,6 +156,33 @@ def test_a_run_from_elsewhere_that_lies_directly_in_the_project_is_not_told_from
         Trust(Path("out")).check({"model": {"_target_": "net_for_trust.py:Net"}})
     assert Trust(Path("out"), given=["net_for_trust.py:Net"]).allows("net_for_trust.py:Net")
     Trust(own(Path("out"))).check({"model": {"_target_": "net_for_trust.py:Net"}})
+
+
+def test_a_directory_in_which_this_user_never_trained_may_have_come_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("unpacked/runs/first").mkdir(parents=True)
+    Path("unpacked/net.py").write_text(FILE)
+    monkeypatch.chdir("unpacked")
+    with pytest.raises(UsageError, match=r"have not trained in this directory.*\n  - net.py:Net"):
+        Trust(Path("runs/first")).check({"model": {"_target_": "net.py:Net"}})
+    assert not Trust(Path("runs/first")).allows_in_batch("net.py:Net")
+    own(Path("runs/mine"))
+    assert Trust(Path("runs/first")).allows("net.py:Net")
+
+
+def test_a_link_in_an_archive_does_not_hide_what_came_with_it(tmp_path: Path) -> None:
+    own(Path("runs/mine"))
+    (tmp_path.parent / f"{tmp_path.name}-elsewhere").mkdir()
+    Path("unpacked").mkdir()
+    Path("unpacked/net.py").write_text(FILE)
+    Path("unpacked/run").symlink_to(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    assert not Trust(Path("unpacked/run")).allows("unpacked/net.py:Net")
+
+
+def test_a_rung_of_the_ladder_is_a_target() -> None:
+    config = {"recovery": {"ladder": ["samples", "net_for_trust.py:Net"]}, "x": [{"_target_": "a.B"}]}
+    assert list(targets_in(config)) == ["net_for_trust.py:Net", "a.B"]
 
 
 def test_a_mark_does_not_survive_a_changed_config_or_another_directory(tmp_path: Path) -> None:

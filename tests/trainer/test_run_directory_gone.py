@@ -70,3 +70,15 @@ def test_a_second_writer_is_noticed(make_trainer: Make, tmp_path: Path) -> None:
             make_trainer(cls=Taken, train_data=data(), run_dir=tmp_path / "run", config=CONFIG).fit()
     finally:
         others[0].communicate("")
+
+
+def test_half_written_files_of_a_killed_process_are_removed(make_trainer: Any, tmp_path: Path) -> None:
+    bundle = tmp_path / "run" / "incidents" / "step-000001"
+    bundle.mkdir(parents=True)
+    left_over = [tmp_path / "run" / ".config.yaml.123.tmp", bundle / ".replay.pt.123.tmp"]
+    kept = [tmp_path / "run" / ".my.tmp", tmp_path / "run" / "config.yaml.123.tmp"]
+    for path in (*left_over, *kept):
+        path.write_text("half")
+    make_trainer(train_data=[(torch.ones(2, 6), torch.ones(2, 1))], run_dir=tmp_path / "run").fit()
+    assert not any(path.exists() for path in left_over)
+    assert all(path.exists() for path in kept)
