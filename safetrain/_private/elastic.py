@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.text import prints_to_terminal
 from .feature import Feature
 
 
@@ -111,7 +112,7 @@ def _rank_logs(directory: Path, scratch: str) -> Any:
             return dest
 
     # A terminal stays rank 0's own, so that it can draw on it; its errors are kept in any case.
-    shown = Std.ERR if sys.stdout.isatty() else Std.ALL
+    shown = Std.ERR if prints_to_terminal() else Std.ALL
     redirected = dict.fromkeys(range(1, 4096), Std.ALL) | {0: shown}
     return RankLogs(log_dir=scratch, redirects=redirected, tee={0: shown})
 

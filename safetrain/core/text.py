@@ -15,6 +15,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def prints_to_terminal() -> bool:
+    """Standard output is a terminal. It may also be closed, missing, or an object that knows only `write`."""
+    try:
+        return sys.stdout is not None and sys.stdout.isatty()
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
 def source_of_file(file: str) -> list[str]:
     """Lines of a Python file that an incident names; none of a file that is no source, or that does not belong to what is running here.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -57,8 +58,9 @@ class Interruption:
             signal.pthread_kill(self._thread, _SIGNAL)
         elif self._reason is not None and now - self._since > GRACE_SECONDS:
             logging.getLogger("safetrain").critical("%s: it cannot be interrupted, so the process ends", reason)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed, or the disk is full
+                    stream.flush()
             os._exit(1)
 
     def cancel(self) -> None:

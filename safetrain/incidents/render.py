@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.files import relative_to, write_text
 from ..core.incident import describe_operand
 from ..core.numbers import exact, listed
-from ..core.text import printable, source_of_file
+from ..core.text import printable, prints_to_terminal, source_of_file
 
 if TYPE_CHECKING:
     from ..core.incident import Incident
@@ -68,7 +67,7 @@ def compact(incident: Incident, command: str = "", is_repeated: bool = False) ->
 def replay_rows(incident: Incident, command: str) -> list[str]:
     """How the replay went, and the command that replays the step, which is never wrapped: it is there to be copied."""
     found = row("REPLAY", f"{replayed(incident)}: {command}" if command else replayed(incident))
-    if not command or not sys.stdout.isatty() or len(found) <= width():
+    if not command or not prints_to_terminal() or len(found) <= width():
         return [found]
     return [row("REPLAY", replayed(incident)), f"  {printable(command)}"]
 
@@ -124,7 +123,7 @@ def _indented(source: Sequence[str]) -> list[str]:
 
 def _fitted(line: str, columns: int) -> list[str]:
     """A line of source on a narrow terminal: the blamed one is broken and never cut, those around it are cut."""
-    if len(line) <= columns or not sys.stdout.isatty():
+    if len(line) <= columns or not prints_to_terminal():
         return [line]
     if not line.startswith(">"):
         return [f"{line[: columns - 1]}…"]

@@ -46,7 +46,7 @@ def _outside_sink(node: Target) -> Sink:
 
 def _console(config: Config) -> list[Sink]:
     mode = config.logging.console
-    if mode == "off" or sys.stdout is None:  # it was closed before the program began
+    if mode == "off" or sys.stdout is None or getattr(sys.stdout, "closed", False):
         return []
     if mode == "json":
         return [JournalLines(sys.stdout, close=False)]

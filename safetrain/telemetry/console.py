@@ -14,7 +14,7 @@ from rich.text import Text
 from ..core import numbers
 from ..core.incident import Incident
 from ..core.result import FitResult
-from ..core.text import printable
+from ..core.text import printable, prints_to_terminal
 from ..incidents.render import LABEL, as_typed, paragraph, row
 from . import summary
 from .sink import Sink, StepRecord
@@ -38,7 +38,7 @@ def open_output(is_terminal: bool) -> RichConsole:
 
 def is_watched() -> bool:
     """Standard output is a terminal that can draw."""
-    return sys.stdout is not None and sys.stdout.isatty() and not RichConsole().is_dumb_terminal
+    return prints_to_terminal() and not RichConsole().is_dumb_terminal
 
 
 class Console(Sink):

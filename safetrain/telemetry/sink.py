@@ -286,7 +286,7 @@ class Telemetry:
 
 def _silence_output() -> None:
     """What is still written to standard output goes nowhere, instead of failing when the process ends."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -77,3 +78,26 @@ def test_a_file_system_that_cannot_fsync(make_trainer: Make, tmp_path: Path, mon
     result = make_trainer(train_data=[(torch.ones(2, 6), torch.ones(2, 1))] * 4).fit()
     assert result.status == "done"
     assert result.checkpoints["verified"]
+
+
+class WriteOnly:
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("output", [lambda: None, closed, WriteOnly], ids=["none", "closed", "knows only to write"])
+def test_standard_output_may_be_any_object(
+    output: Callable[[], Any], make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", output())
+    data = [(torch.ones(2, 6), torch.ones(2, 1) * (float("nan") if n == 2 else 1)) for n in range(4)]
+    result = make_trainer(train_data=data, config={"logging": {"console": "auto"}}).fit()
+    monkeypatch.undo()
+    assert result.status == "done"
+    assert events(result.run_dir)[-1]["event"] == "end"
