@@ -30,7 +30,7 @@ from ..core.rundir import CHECKPOINTS
 from ..errors import UsageError
 from ..forensics.patches import Patches
 from ..precision.islands import islands_of
-from ..tensors.nest import tensors_in
+from ..tensors.nest import num_bytes
 from ..tensors.rng import RandomState
 from ..tensors.sharded import is_sharded
 from . import render as incident_report
@@ -104,7 +104,7 @@ def write_replay(directory: Path, step: RecordedStep, max_mb: float) -> list[str
     }
     try:
         window = [encode(batch) for batch in step.window]
-        room -= _num_bytes(window)
+        room -= num_bytes(window)
         if room >= 0:
             contents["window"] = window
         else:
@@ -112,9 +112,9 @@ def write_replay(directory: Path, step: RecordedStep, max_mb: float) -> list[str
     except Exception as error:  # whatever the objects in the batch raise when they are taken apart
         left_out.append(f"the batch, which cannot be kept ({type(error).__name__}: {error})")
     weights = {} if (is_split := is_sharded(step.model)) else _weights(step)
-    if not is_split and _num_bytes(weights) <= room:
+    if not is_split and num_bytes(weights) <= room:
         contents |= weights
-        room -= _num_bytes(weights)
+        room -= num_bytes(weights)
     else:
         contents["checkpoint"] = _checkpoint_of(step)
         why = "sharded over the ranks (FSDP2)" if is_split else "larger than forensics.max_bundle_mb"
@@ -147,7 +147,7 @@ def _optimizer(step: RecordedStep, room: float, left_out: list[str]) -> dict[str
     state = step.optimizer.state_dict()
     is_update = step.incident.origin.phase == "optimizer" or step.incident.trigger.signal == "update"
     if is_update and not is_sharded(step.model):
-        if _num_bytes(state) <= room:
+        if num_bytes(state) <= room:
             return _on_host(to_loadable(state, "the optimizer"))  # type: ignore[no-any-return]
         left_out.append("the optimizer's moments, which are larger than forensics.max_bundle_mb")
     settings = (
@@ -168,10 +168,6 @@ def _checkpoint_of(step: RecordedStep) -> dict[str, Any] | None:
             is_exact = is_newer and manifest.num_committed == step.num_committed
             return {"path": f"{CHECKPOINTS}/{path.name}", "num_committed": manifest.num_committed, "is_exact": is_exact}
     return None
-
-
-def _num_bytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.history import Recent, Smooth
-from ..tensors.nest import tensors_in
+from ..tensors.nest import num_bytes
 
 NUM_RECENT = 8
 """Windows kept to try branches on."""
@@ -33,7 +33,6 @@ class LastGood:
     def __init__(self) -> None:
         self._recent: deque[tuple[Sequence[Any], float]] = deque(maxlen=NUM_RECENT)
         """Windows with their loss when they were committed; the newest last."""
-        self._num_bytes = 0
         self._earlier: tuple[Sequence[Any], float] = ((), math.nan)
         """Committed `MEMORY` / 2 to `MEMORY` steps ago, as soon as there is one."""
         self._next: tuple[Sequence[Any], float] = ((), math.nan)
@@ -115,8 +114,7 @@ class LastGood:
             self._updates.add(update_size)
         if self._num_steps % (self.MEMORY // 2) == 0:
             self._earlier, self._next = self._next, self._recent[-1] if self._recent else ((), math.nan)
-            num_bytes = sum(tensor.nbytes for batch in window for tensor in tensors_in(batch))
-            room = max(2, min(NUM_RECENT, RECENT_BYTES // max(num_bytes, 1)))
+            room = max(2, min(NUM_RECENT, RECENT_BYTES // max(num_bytes(window), 1)))
             if room != self._recent.maxlen:
                 self._recent = deque(self._recent, maxlen=room)
         self._num_steps += 1

@@ -94,6 +94,11 @@ def tensors_in(batch: Any) -> Iterable[Tensor]:
     return batch if is_flat(batch) else (tensor for _, tensor in _tensors(batch))
 
 
+def num_bytes(nest: Any) -> int:
+    """Memory of all its tensors; a sparse one counts as if it were dense."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(nest))
+
+
 def named_tensors(batch: Any, spelled: Callable[[Path], str] = dotted) -> Iterator[tuple[str, Tensor]]:
     """The same tensors with their paths: `dotted`, or in another spelling."""
     return ((spelled(path), tensor) for path, tensor in _tensors(batch))
