@@ -44,6 +44,8 @@ class Doubt(enum.Enum):
     """The update is tried, and good batches become clearly worse by it."""
     BRANCHES = "branches"
     """Short runs from here and from an earlier state are compared, and one from the earlier state is clearly better."""
+    DEAD = "dead"
+    """No weight gets a gradient from any of the newest batches, nor from the hardest one lately."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,11 @@ class Decision:
     @property
     def undoubted(self) -> Decision:
         """What the guards say if every refusal with a `doubt` passes."""
-        return self.doubted_only_by(None)
+        return self.doubted_only_by()
 
-    def doubted_only_by(self, doubt: Doubt | None) -> Decision:
+    def doubted_only_by(self, *doubts: Doubt) -> Decision:
         """What the guards say if every refusal with another doubt passes."""
-        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or v.doubt in (None, doubt)}
+        sure = {n: v for n, v in self.verdicts.items() if v.action is Action.COMMIT or v.doubt in (None, *doubts)}
         return self if len(sure) == len(self.verdicts) else merge(sure.items())
 
     @property

@@ -50,12 +50,17 @@ class Machine:
         restarted.join(on_cpu, seconds)
         timeout = InitProcessGroupKwargs(timeout=seconds)
         self._shared: Accelerator | None = None
-        if (
-            _has_company()
-        ):  # its state is that of the whole process: two trainers with different devices cannot share it
-            self._shared = Accelerator(
-                cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
-            )
+        if _has_company():
+            # Its state is that of the whole process: two trainers with different devices cannot share it.
+            try:
+                self._shared = Accelerator(
+                    cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
+                )
+            except ValueError as error:
+                raise UsageError(
+                    f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} but this process finds no others: {error}\n"
+                    "To fix: start the run with torchrun --nproc-per-node N, or unset WORLD_SIZE."
+                ) from error
         self.device = self._pick_device(device)
         self.rank: int = 0 if self._shared is None else self._shared.process_index
         self.world_size: int = 1 if self._shared is None else self._shared.num_processes

@@ -166,7 +166,7 @@ def _dead(reason: str, evidence: dict[str, Any]) -> Verdict:
         reason=reason,
         evidence=evidence,
         findings=(Finding("dead_network", reason),),
-        doubt=Doubt.BRANCHES,
+        doubt=Doubt.DEAD,
     )
 
 

@@ -96,6 +96,9 @@ class Repairs:
         if case.may_restart and not case.is_late and self._confirms_a_doubt(case):
             return False
         doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}
+        if Doubt.DEAD in doubts and (dead := trials.is_dead(case)):
+            case.state_problem = dead
+            return False
         problem = "the loss stays high" if Doubt.BRANCHES in doubts else None
         if problem is None and Doubt.TRIAL in doubts:
             problem = trials.state_is_suspect(case)

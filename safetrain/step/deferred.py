@@ -240,9 +240,8 @@ class Deferral:
 
     def _decide(self, view: StepView, was_bad: bool, lr_scale: float) -> Decision:
         """What was done on the device, with the guards' reasons; it is too late to skip, but not to go back or to stop."""
-        decision = self._step.judge(view).doubted_only_by(
-            Doubt.BRANCHES
-        )  # other doubts need the step itself, which is over
+        # Other doubts need the step itself, which is over.
+        decision = self._step.judge(view).doubted_only_by(Doubt.BRANCHES, Doubt.DEAD)
         if was_bad and decision.action is Action.COMMIT:
             reason = "the loss, the gradient norm or a buffer is not finite; the update was skipped on the device"
             verdict = Verdict(Action.SKIP, reason=reason, evidence={"signal": "loss", "value": view.loss})

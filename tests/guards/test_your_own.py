@@ -1,5 +1,6 @@
 """Everything that recovery can be asked for by a verdict, asked for by a guard that is not one of ours."""
 
+import itertools
 import json
 import math
 
@@ -145,13 +146,12 @@ def test_of_a_bad_state_the_step_is_not_repaired(tmp_path, bad_state):
 
 
 def test_after_a_bad_state_an_update_that_ruins_it_again_is_taken_back(tmp_path):
-    class Ruins(torch.optim.SGD):
-        num_steps = 0
+    calls = itertools.count(1)  # not an attribute of the optimizer, which would be undone with the step
 
+    class Ruins(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
-            self.num_steps += 1
-            if self.num_steps == AT + 5:
+            if next(calls) == AT + 5:
                 with torch.no_grad():
                     self.param_groups[0]["params"][0].fill_(math.nan)
 

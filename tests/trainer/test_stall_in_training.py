@@ -30,7 +30,7 @@ class Collapsing(nn.Module):
 def test_the_same_output_for_every_sample_is_rolled_back(make_trainer, compile_with):
     class Breaking(SafeTrainer):
         def on_commit(self, view):
-            self.model.collapsed = 60 <= view.step < 130
+            self.model.collapsed = 60 <= view.step < 78
 
     config = {"guards": {"stall": {"outputs_every": 5}, "rollback": None, "spike": None}}
     config["checkpoint"] = {"snapshot_every": 20, "trust_after": 5}
@@ -57,7 +57,7 @@ def test_the_output_hook_is_on_the_model_only_on_due_steps(make_trainer):
             return super().training_step(model, batch)
 
     model = nn.Linear(6, 1)
-    config = {"guards": {"stall": {"outputs_every": 5}}}
+    config = {"guards": {"stall": {"outputs_every": 5}, "sanity": None}}
     make_trainer(model, Looking, train_data=make_batches(12), config=config).fit()
     assert [step for step, num_hooks in seen.items() if num_hooks] == [4, 9]
     assert not model._forward_hooks
