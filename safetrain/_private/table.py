@@ -17,6 +17,7 @@ from .fused import SKIP
 from .graph import GRAPH_SHAPES
 from .host import LISTENING
 from .modules import BASE_CLASSES, SAVED_BUFFERS
+from .parent import PARENT
 from .storage import SPARSE_VALUES
 
 FEATURES: tuple[Feature, ...] = (
@@ -33,6 +34,7 @@ FEATURES: tuple[Feature, ...] = (
     BUFFERS,
     PARTS,
     LAUNCHER,
+    PARENT,
     IN_THIS_PROCESS,
     OTHER_BATCH_SAMPLER,
     WAIT,

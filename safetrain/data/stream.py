@@ -35,8 +35,7 @@ class BatchStream:
     def take(self, count: int) -> list[Any]:
         """The next `count` micro-batches; fewer at the end of an epoch, none when the epoch is over."""
         if self.activity is not None:
-            self.activity.begin(self._unit)
-            self.activity.at(f"wait for {self._what}")
+            self.activity.begin(self._unit, f"wait for {self._what}")
         window = [self._checked(batch) for batch in self._next(count)]
         if self.activity is not None:
             self.activity.at(self._unit)

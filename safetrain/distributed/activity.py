@@ -69,12 +69,14 @@ class Activity:
         if step is not None:
             self.step = step
 
-    def begin(self, unit: str) -> None:
-        """The last unit is done, and another begins: a step, or a batch of an evaluation."""
+    def begin(self, unit: str, phase: str | None = None) -> None:
+        """The last unit is done, and another begins, with this phase: a step, or a batch of an evaluation."""
         now = monotonic()
         if unit == self._unit:
             self._durations.setdefault(unit, deque(maxlen=NUM_KEPT)).append(now - self._began)
         self._unit, self._number, self._began = unit, self._number + 1, now
+        if phase is not None:
+            self.at(phase)
 
     def doing(self, what: str | None) -> None:
         """Something other than the step in progress, or, with None, the step again. What it took is not the step's."""

@@ -6,13 +6,10 @@ which rank failed first, and the exit code.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from .._private import elastic
+from .._private.parent import signal_when_parent_ends
 from ..core import endings
 from ..errors import RankError, UsageError
 
 EXIT_CODE = "exit_code"
-_PR_SET_PDEATHSIG = 1
 TAIL = 60
 """Lines of a failing rank's error output that are shown."""
 
@@ -91,12 +88,10 @@ def without_option(arguments: Sequence[str], option: str) -> list[str]:
 def end_with_launcher() -> None:
     """Let this process end, with its state saved, when the launcher that started it is gone: nothing else would end it, and it
     might wait for the other ranks for half an hour. Linux only; without a launcher nothing happens."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it had ended just before
+    if signal_when_parent_ends(signal.SIGTERM) and os.getppid() != parent:  # it had ended just before
         signal.raise_signal(signal.SIGTERM)
 
 

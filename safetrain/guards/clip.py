@@ -77,7 +77,8 @@ class Clip(Guard):
         norm = min(view.grad_norm, view.limits.norm)
         if not math.isfinite(norm):
             return
-        if self.num_seen >= self.config.warmup_steps and view.grad_norm > 0.5 * self.limits().norm:
+        is_large = self.num_seen >= self.config.warmup_steps and view.grad_norm > 0.5 * self.limits().norm
+        if is_large and not view.norm_overflow:  # squares of such gradients are infinite: never let through as they are
             self._note_event(view.step, view.grad_norm)
         self.num_seen += 1
         # A running average during warm-up, so that the first norms do not weigh more than the rest.

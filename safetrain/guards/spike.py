@@ -103,7 +103,8 @@ class Spike(Guard):
             if_state_is_bad=go_back,
             restart=is_early,
             expected_loss=self.losses.level() if len(self.losses) else None,
-            doubt=Doubt.TRIAL,
+            # Numbers whose squares overflow come from broken data, not from a long tail.
+            doubt=None if view.norm_overflow else Doubt.TRIAL,
         )
 
     def _suspicion(self, view: StepView) -> tuple[str, str, float] | None:

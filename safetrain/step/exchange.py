@@ -99,7 +99,7 @@ class Exchange:
 
     def begin_attempt(self, step: Step, window: Sequence[Any]) -> None:
         """Before the first forward. Raises an error left over from the previous attempt."""
-        self.watchdog.activity.at("forward pass", step.index)
+        self.watchdog.activity.step = step.index
 
     def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch: only the last backward exchanges gradients."""

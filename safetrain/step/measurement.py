@@ -78,8 +78,9 @@ class Measurement:
             named["signals"] = {name: next(values) for name in self._signal_names}
             if self._rates:
                 named["rates"] = {index: next(values) for index in self._rates}
-            metrics = [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
-            named["metrics"] = self._mean_metrics(metrics)
+            if self._metrics:
+                metrics = [next(values) if isinstance(v, Tensor) else float(v) for _, v in self._metrics]
+                named["metrics"] = self._mean_metrics(metrics)
         return named
 
     def _window_while_measured(self) -> Callable[[], Sequence[Any]]:

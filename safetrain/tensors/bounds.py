@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from ..core.numbers import listed
 from .devices import is_host
 from .nest import named_tensors
 from .originals import original_of
+
+_UNCHECKED = nullcontext()
 
 
 class OutOfRange(IndexError):
@@ -46,11 +48,11 @@ class Bounds:
         finally:
             self.reads_device = False
 
+    def checked(self, window: Sequence[Any]) -> AbstractContextManager[None]:
+        return self._watching(window) if self._is_on else _UNCHECKED
+
     @contextmanager
-    def checked(self, window: Sequence[Any]) -> Iterator[None]:
-        if not self._is_on:
-            yield
-            return
+    def _watching(self, window: Sequence[Any]) -> Iterator[None]:
         self._window = window
         before = {name: getattr(functional, name) for name in _CHECKS}
         try:

@@ -81,7 +81,12 @@ def _is_leaf(item: Any) -> bool:
 
 def is_flat(batch: Any) -> bool:
     """A plain tuple or list of tensors, as most batches are: nothing in it is to be searched for."""
-    return type(batch) in (tuple, list) and bool(batch) and all(type(item) is Tensor for item in batch)
+    if type(batch) not in (tuple, list):
+        return False
+    for item in batch:  # asked for several times a step, and faster than all() with a generator
+        if type(item) is not Tensor:
+            return False
+    return bool(batch)
 
 
 def leaves(batch: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from safetrain import SafeTrainer, watch
-from safetrain._private import allocator, compiler, dataloader, dtensor, feature, modules, storage, table
+from safetrain._private import allocator, compiler, dataloader, dtensor, feature, modules, parent, storage, table
 from safetrain.distributed.replicas import Replicas
 from safetrain.errors import UsageError
 from safetrain.forensics import investigate
@@ -242,6 +243,11 @@ def test_samples_of_a_loader_have_no_index():
 def test_memory_goes_back_to_the_system():
     with feature.without("keep_memory"):
         assert not allocator.keep_freed_memory()
+
+
+def test_no_signal_when_the_parent_ends():
+    with feature.without("parent_signal"):
+        assert not parent.signal_when_parent_ends(signal.SIGTERM)
 
 
 def test_nproc_names_torchrun(tmp_path):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 
 import pytest
 import torch
@@ -223,20 +222,6 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, caplog, background, on_
         assert trainer.fit().steps == 12
         assert "training goes on" in caplog.text
         assert CheckpointStore(tmp_path / "run" / "checkpoints").load_newest().manifest.step == 12
-
-
-def test_a_deleted_run_directory_is_an_error_and_not_recreated(tmp_path, caplog, train):
-    class Removing(SafeTrainer):
-        def on_commit(self, view):
-            if view.step == 2:
-                shutil.rmtree(self.run.dir)
-
-    trainer = train(Removing, checkpoint={"every_steps": 3})
-    with pytest.raises(CheckpointError, match="is gone"):
-        trainer.fit()
-    assert trainer.run.result.steps == 12
-    assert "is gone" in caplog.text
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_saves_and_snapshots_are_counted_in_the_summary(tmp_path, train):

@@ -98,7 +98,7 @@ def test_every_command_is_listed_with_the_help_it_has(capsys):
 
 
 def test_usage_mistakes_exit_with_2(capsys):
-    assert "no command 'fti', did you mean 'fit'?" in err(capsys, "fti")
+    assert "no command 'fitt', did you mean 'fit'?" in err(capsys, "fitt")
     assert "No such option" in err(capsys, "fit", "x.yaml", "--sed", "1")
     assert "Missing argument 'CONFIG'" in err(capsys, "config", "validate")
 

@@ -86,7 +86,7 @@ def test_a_saved_recipe_works_from_anywhere(name, tmp_path, monkeypatch):
 def test_the_yaml_is_complete_and_readable_by_any_reader():
     data = yaml.safe_load(to_yaml(load_config()))
     assert list(data) == list(fields_of(Config))
-    assert data["guards"]["clip"]["z"] == 4.0
+    assert data["guards"]["clip"]["z"] == 8.0
     assert data["optimizer"]["lr"] == 1e-3
 
 
@@ -98,7 +98,7 @@ def test_origins_stand_behind_values_and_docs_above_them(tmp_path):
     assert "seed: 1  # override\n" in text
     assert "  # Stop after this many committed optimizer steps.\n  max_steps: 3  # a.yaml:2\n" in text
     assert "  log_every: 10  # default\n" in text
-    assert f"    # {field_docs(REGISTRY['clip'].Config)['z']}\n    z: 4.0  # default\n" in text
+    assert f"    # {field_docs(REGISTRY['clip'].Config)['z']}\n    z: 8.0  # default\n" in text
 
 
 def test_the_schema_text_names_every_field_with_what_it_accepts():
