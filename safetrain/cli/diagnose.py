@@ -132,7 +132,7 @@ class Examination:
         trainer = self._build()
         found = []
         with self._prepared(trainer):
-            for position, window in enumerate(_windows(trainer, self._config.loop.grad_accum, count)):
+            for position, window in enumerate(windows(trainer, self._config.loop.grad_accum, count)):
                 note("step", position, count)
                 precision = trainer.precision.name, trainer.precision.host_loss_scale()
                 step = Step(trainer.stepper.called, trainer.training_step, window, trainer.optimizer, *precision)
@@ -154,7 +154,7 @@ class Examination:
         trainer = self._build()
         with self._prepared(trainer):
             precision, effort = trainer.precision.name, self._effort(note=True)
-            with closing(self._counted(window[0] for window in _windows(trainer, 1, None))) as batches:
+            with closing(self._counted(window[0] for window in windows(trainer, 1, None))) as batches:
                 total = trainer.stream.num_batches()
                 found = find_bad_batches(trainer.model, trainer.training_step, batches, precision, limit, effort, total)
         self._stopped = len(found) >= limit
@@ -230,7 +230,7 @@ class Examination:
         return [position * self._config.data.batch_size + sample for sample in incident.samples]
 
 
-def _windows(trainer: SafeTrainer, size: int, count: int | None) -> Iterator[list[Any]]:
+def windows(trainer: SafeTrainer, size: int, count: int | None) -> Iterator[list[Any]]:
     """The windows of the first epoch, at most `count`."""
     return itertools.islice(iter(lambda: trainer.stream.take(size), []), count)
 

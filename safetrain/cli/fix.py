@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ from .user_errors import show_user_error
 if TYPE_CHECKING:
     from ..fixes import Proposal
     from ..incidents.bundle import Bundle
+    from ..incidents.trust import Trust
+
+NUM_OTHERS = 20
+"""Batches of the data on which a change is compared."""
 
 
 @click.command()
@@ -63,7 +68,9 @@ def command(
     config = config_of(kept, overrides, device)
     try:
         with progress_bar(f"looking for a change that keeps step {kept.incident.step} finite"):
-            found = _proposals(kept, config, Trust.of_bundle(kept, trusted), seconds)
+            trust = Trust.of_bundle(kept, trusted)
+            others = _other_batches(kept, overrides, device, trust)
+            found = _proposals(kept, config, trust, seconds, others)
     except Exception as error:
         if isinstance(error, SafetrainError) and not isinstance(error, NonFiniteError):
             raise
@@ -90,7 +97,31 @@ def _incident_of(subject: Path) -> Path:
     return bundles[-1]
 
 
-def _proposals(kept: Bundle, config: Any, trust: Any, seconds: float) -> list[Proposal]:
+def _other_batches(kept: Bundle, overrides: tuple[str, ...], device: str | None, trust: Trust) -> list[Any]:
+    """The first of the run's data, to see that a change leaves them as they are; none where the data cannot be had."""
+    from ..core.rundir import CONFIG
+    from ..trainer.trainer import SafeTrainer
+    from .diagnose import windows
+    from .fit import _trainer_class
+    from .flags import load
+
+    unneeded = ("data.eval=null", "scheduler=null", "guards=null", "recovery={}", "logging={}")
+    with suppress(
+        Exception
+    ):  # data of another machine, or code that is not trusted: one healthy step is made in any case
+        config = load(str(kept.run_dir / CONFIG), (*overrides, *unneeded), device=device).config
+        config.guards = {}
+        config.loop.compile, config.loop.ema, config.loop.max_epochs = False, None, 1
+        trust.check(dataclasses.asdict(config))
+        trainer = _trainer_class(config, SafeTrainer)(config=config)
+        try:
+            return [window[0] for window in windows(trainer, 1, NUM_OTHERS)]
+        finally:
+            trainer.stream.close()
+    return []
+
+
+def _proposals(kept: Bundle, config: Any, trust: Trust, seconds: float, others: list[Any]) -> list[Proposal]:
     from ..fixes import propose
     from ..forensics import diagnose
     from ..incidents.replay import prepared
@@ -107,7 +138,7 @@ def _proposals(kept: Bundle, config: Any, trust: Any, seconds: float) -> list[Pr
                 "To fix: nothing, if you have changed it already; safetrain replay says more."
             )
         diagnosis.fill(incident)
-        return propose(step, incident, seconds)
+        return propose(step, incident, seconds, others)
 
 
 def _report(kept: Bundle, found: list[Proposal], is_applied: bool, as_json: bool) -> None:
@@ -125,11 +156,10 @@ def _report(kept: Bundle, found: list[Proposal], is_applied: bool, as_json: bool
     for number, proposal in enumerate(found):
         loss = "" if proposal.loss is None else f", loss {exact(proposal.loss)}"
         if proposal.kind == "source":
-            healthy = {
-                "identical": "a healthy step is bit for bit the same",
-                "close": "a healthy step is nearly the same",
-            }
-            same = healthy.get(proposal.on_healthy, "no healthy step could be made to compare")
+            how = {"identical": "bit for bit the same", "close": "nearly the same"}.get(proposal.on_healthy)
+            count = proposal.num_healthy
+            steps = "1 healthy step is" if count == 1 else f"{count} healthy steps are"
+            same = f"{steps} {how}" if how else "no healthy step could be made to compare"
             label = "PROVEN" if number == 0 else "OR"
             for line in paragraph(label, f"the step is finite{loss}; {same}: {proposal.file}"):
                 say(line)

@@ -106,7 +106,8 @@ def _replay(bundle: Bundle, config: Config, trust: Trust, remedies: bool) -> Rep
 
     trainer, import_class = built(bundle, config, trust)
     parts = trainer.model, trainer.training_step, trainer.optimizer
-    return replay(bundle, *parts, Effort(remedies), import_class, trainer.auxiliary_modules())
+    effort = Effort(remedies, max_seconds=config.forensics.max_seconds)
+    return replay(bundle, *parts, effort, import_class, trainer.auxiliary_modules())
 
 
 def built(bundle: Bundle, config: Config, trust: Trust) -> tuple[SafeTrainer, Callable[[str], Any]]:

@@ -166,6 +166,9 @@ class ForensicsConfig:
     """Replay a step that was refused for a non-finite number, and find its first bad operation, cause and guilty samples."""
     remedies: bool = True
     """Also try remedies on the replay, once per place in the source; costs a few dozen steps' time."""
+    max_seconds: float = option(120.0, gt=0.0)
+    """An investigation begins no further replay after this time, and says what it has. The operation and its cause are found in any case,
+    for about three replays; half of the time is for the samples, the rest for lineage and remedies."""
     max_bundle_mb: float = option(200.0, ge=0.0)
     """Weights larger than this are not kept with an incident; its replay then needs a checkpoint."""
     max_incidents: int = option(20, ge=0)

@@ -270,7 +270,7 @@ def singular_gradient(f: Finding) -> str | None:
 def exp_overflow(f: Finding) -> str | None:
     if f.event is None or f.phase != "forward":
         return None
-    if _op(f) in EXPONENTIALS or (_op(f) == "pow" and "Scalar" in f.event.full_name.rpartition(".")[2][:6]):
+    if _op(f) in EXPONENTIALS or f.event.full_name.startswith("aten.pow.Scalar"):
         return f"{f.name} overflows: {_operands(f)}"
     return None
 

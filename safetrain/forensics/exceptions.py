@@ -19,7 +19,7 @@ from .raised import complains_of_bad_values, is_numeric, is_of_the_program
 from .remedies import cast_bad_to_zero, zeroed
 from .replay import Replayer, Trace
 from .samples_of import batch_size, select
-from .tracer import Event
+from .tracer import Event, Intervention
 
 MAX_BLAMES = 3
 """Bad values that are made finite, one after the other, to see whether the exception goes away."""
@@ -29,6 +29,7 @@ def locate_error(trace: Trace, replayer: Replayer) -> Finding | None:
     """Where the bad value began, or where it was raised; None when neither numbers nor samples have to do with it."""
     error = trace.error
     assert error is not None
+    replayer.max_operations = 4 * len(trace.tracer.events) + 20_000
     provenance = Provenance(trace.tracer, trace.leaves)
     is_complaint = complains_of_bad_values(error)
     if is_complaint or not is_of_the_program(error):
@@ -75,7 +76,13 @@ def _blames(trace: Trace, provenance: Provenance) -> Iterator[Blame]:
 def _goes_away(blame: Blame, trace: Trace, replayer: Replayer) -> bool:
     """Is the exception another, or none, when this value is finite?"""
     if blame.event is not None and blame.event.number >= 0:
-        error = replayer.traced({blame.event.number: zeroed}, trace.micro_batch).error
+        op, place = blame.event.op, user_place(blame.event.frames)
+
+        def same_line(event: Event) -> Intervention | None:
+            """It may run many times before the exception, as in a solver."""
+            return zeroed if event.op == op and user_place(event.frames) == place else None
+
+        error = replayer.traced(same_line, trace.micro_batch).error
     elif blame.leaf is not None and blame.leaf.kind == "batch":
         error = replayer.plain(window=[cast_bad_to_zero(batch) for batch in replayer.step.window]).error
     else:

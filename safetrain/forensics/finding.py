@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from .frames import (
     own_place,
     user_place,
 )
+from .library_call import Carried, Option
 from .ownership import is_own, library_of
 from .provenance import Blame, Provenance, primary
 from .replay import Leaf, Replayer, Trace
@@ -73,6 +75,16 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     fused_form: str | None = None
     """Names of functions that compute this and what follows in one piece, seen to keep the step finite."""
+    carried: Carried | None = None
+    """The argument that takes the fatal value into the library, where the operation is a library's."""
+    options: list[Option] = field(default_factory=list)
+    """Of that library: constants that should keep its arithmetic finite, and are 0."""
+    source: str = ""
+    """Where the lineage ends, if it is a parameter, a buffer or a constant: `parameter logit_scale = 100`."""
+    source_tensor: str = ""
+    """The name of that parameter or buffer."""
+    changed_line: str = ""
+    """The user's own line, changed so that the step was seen to stay finite."""
     cause_label: str = "unknown"
     """Once it was judged."""
 
@@ -118,6 +130,24 @@ class Finding:
     def caller(self) -> Place | None:
         """The user's own line, when the operation is in a library."""
         return None if self.place is not None and is_own(self.place.file) else own_place(self.frames)
+
+    @property
+    def is_typed(self) -> bool:
+        """Is the operation written on the line that is shown, and not inside of something that it calls in torch?"""
+        if self.place is None or not self.name:
+            return False
+        symbols = {"div": "/", "pow": "**", "matmul": "@", "add": "+", "sub": "-", "mul": "*"}
+        symbol = symbols.get(self.name)
+        is_symbol = symbol is not None and symbol in self.place.text
+        return is_symbol or re.search(rf"\b{re.escape(self.name)}_?\b", self.place.text) is not None
+
+    @property
+    def call_place(self) -> Place | None:
+        """The user's own line, when what it calls runs the operation: an installed library, or Python code of torch (a distribution)."""
+        if self.caller is not None:
+            return self.caller
+        is_inside = self.phase in ("forward", "backward") and bool(call_chain(self.frames)) and not self.is_typed
+        return self.place if is_inside else None
 
     @property
     def own_place(self) -> Place | None:

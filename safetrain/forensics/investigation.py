@@ -30,6 +30,7 @@ from .replay import Replayer, Result, Trace, is_like, is_same_loss
 from .samples import Samples
 from .step import Effort, Step
 from .substitutes import Patch
+from .trials import Trials
 from .update import locate_in_update, survives_bad_gradients
 
 
@@ -133,8 +134,9 @@ def diagnose(step: Step, effort: Effort | None = None) -> Diagnosis:
                 raise RuntimeError(
                     f"operations cannot be traced: {TRACING.failure}; safetrain env says what that needs"
                 )
-            with Replayer(step) as replayer:
-                diagnosis = _diagnose(replayer, effort or Effort())
+            effort = effort or Effort()
+            with Replayer(step, effort.max_seconds) as replayer:
+                diagnosis = _diagnose(replayer, effort)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         explanation = (
@@ -198,13 +200,17 @@ def _diagnose(replayer: Replayer, effort: Effort) -> Diagnosis:
         diagnosis.samples = found.guilty
         if found.note and (found.guilty or found.failed):
             diagnosis.cause.explanation += f"; samples {found.guilty}: {found.note}"
-    if effort.lineage and (effort.samples or effort.remedies):
+    if effort.lineage and (effort.samples or effort.remedies) and replayer.has_time():
         diagnosis.lineage = _trace_back(replayer, finding, found.guilty)
     if effort.remedies and not effort.is_known(diagnosis.origin):
-        trials = remedy_trials.Trials(replayer, finding, found, effort.max_replays // 2)
+        trials = Trials(replayer, finding, found, effort.max_replays // 2)
         diagnosis.remedies = remedy_trials.try_all(trials)
         diagnosis.patch, diagnosis.island = trials.patch, trials.island
     diagnosis.fix = suggest(finding, diagnosis.cause, diagnosis.remedies)
+    if not replayer.has_time():
+        diagnosis.cause.explanation += (
+            f"; the investigation was cut short after {replayer.seconds:.0f} s (forensics.max_seconds)"
+        )
     return diagnosis
 
 
@@ -247,6 +253,9 @@ def _find(replayer: Replayer, trace: Trace) -> tuple[Finding | None, str]:
 def _replay_of(replayer: Replayer, trace: Trace, again: Result | None) -> Replay:
     loss = trace.losses[0] if len(trace.losses) == 1 else torch.stack(trace.losses).mean() if trace.losses else None
     original = replayer.step.loss
+    if trace.error is not None and again is not None and again.error is not None:
+        same = (type(again.error), str(again.error)) == (type(trace.error), str(trace.error))
+        return Replay(same, same)
     reproduced, bitwise = is_like(loss, original), is_same_loss(loss, original)
     if again is None:
         return Replay(reproduced, bitwise=bitwise)

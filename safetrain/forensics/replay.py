@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from ..tensors.nest import in_code, map_tensors, named_tensors
 from ..tensors.originals import note_moved, original_of
 from ..tensors.rng import RandomState
 from .facts import examined
+from .limit import OperationLimit
 from .sandbox import Sandbox
 from .step import Step
 from .storages import Region
-from .tracer import Intervention, Observer, Tracer
+from .tracer import Interventions, Observer, Tracer
 from .values import FINITE, INF, is_mask, kind_of, numbers, same_bits
 
 
@@ -88,15 +90,18 @@ class Trace:
 class Replayer:
     """Replays one step any number of times. Use it as a context manager: on leaving, everything is as it was found."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, max_seconds: float | None = None) -> None:
         self.step = step
         self.model = unwrapped_model(step.model)
         self.is_compiled = compiler.is_compiled(step.model)
         self.parameters = _named_parameters(self.model, step)
         self.module_names = {id(module): name for name, module in self.model.named_modules()}
         self.num_replays = 0
+        self._began, self._max_seconds = time.monotonic(), max_seconds
         device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._bounds = Bounds(device)
+        self.max_operations: int | None = None
+        """Of a micro-batch, once the step is known to raise: without the exception it might not end."""
         self.watched_buffers: set[str] = set()
         """Buffers that must stay finite too; none until one was found to turn bad and to matter."""
 
@@ -109,6 +114,14 @@ class Replayer:
 
     def __exit__(self, *_: object) -> None:
         self.sandbox.leave()
+
+    def has_time(self, share: float = 1.0) -> bool:
+        """Is less than this share of the time used up?"""
+        return self._max_seconds is None or self.seconds < share * self._max_seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
 
     def module_type(self, path: str) -> str | None:
         module = dict(self.model.named_modules()).get(path)
@@ -137,6 +150,8 @@ class Replayer:
             if eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:
+                if self.max_operations is not None:
+                    stack.enter_context(OperationLimit(self.max_operations * len(window)))
                 for change in changes:
                     stack.enter_context(change)
                 for batch in window:
@@ -172,7 +187,7 @@ class Replayer:
 
     def traced(
         self,
-        interventions: Mapping[int, Intervention] | None = None,
+        interventions: Interventions | None = None,
         micro_batch: int | None = None,
         observer: Observer | None = None,
     ) -> Trace:
@@ -198,10 +213,10 @@ class Replayer:
         index: int,
         batch: Any,
         num_batches: int,
-        interventions: Mapping[int, Intervention] | None,
+        interventions: Interventions | None,
         observer: Observer | None,
     ) -> Trace:
-        tracer = Tracer(_run_traced.__code__, interventions, self.sandbox.before_write, observer)
+        tracer = Tracer(_run_traced.__code__, interventions, self.sandbox.before_write, observer, self.max_operations)
         trace = Trace(tracer, self._leaves(tracer, batch), index, batch)
         with torch.compiler.set_stance("force_eager"), tracer.recording():
             _run_traced(self, trace, num_batches)

@@ -16,6 +16,9 @@ from .samples_of import batch_size, samples_of_rows, select
 from .update import update_is_finite
 from .values import bad_positions, marked_rows
 
+TIME_FOR_SAMPLES = 0.5
+"""Share of the time of an investigation."""
+
 
 @dataclasses.dataclass
 class Samples:
@@ -33,7 +36,7 @@ def search(replayer: Replayer, finding: Finding, max_replays: int) -> Samples:
         return Samples([], "the batch holds one sample")
     trial = _Trial(replayer, batch, size, max_replays, finding.phase == "optimizer")
     for candidate in _read_off(finding, batch, size):
-        if 0 < len(candidate) < size and trial.is_finite_without(frozenset(candidate)):
+        if 0 < len(candidate) < size and trial.may_go_on and trial.is_finite_without(frozenset(candidate)):
             return _with_note(trial, trial.smallest_of(candidate))
     guilty = trial.smallest_set()
     if not guilty:
@@ -48,7 +51,7 @@ def _with_note(trial: _Trial, guilty: list[int]) -> Samples:
     others = [i for i in range(trial.size) if i not in guilty]
     halves = others[: len(others) // 2], others[len(others) // 2 :]
     # Finite without half of the others, although the guilty samples are still in: they are bad only together with some of those.
-    interact = any(trial.result_without(frozenset(half)).finite for half in halves if half)
+    interact = trial.may_go_on and any(trial.result_without(frozenset(half)).finite for half in halves if half)
     note = "bad only together with other samples of the batch" if interact else ""
     return Samples(sorted(guilty), note, without)
 
@@ -61,6 +64,10 @@ class _Trial:
         self._results: dict[frozenset[int], Result] = {}
         self._left = max_replays
         self.size = size
+
+    @property
+    def may_go_on(self) -> bool:
+        return self._left > 2 and self._replayer.has_time(TIME_FOR_SAMPLES)
 
     def result_without(self, dropped: frozenset[int]) -> Result:
         if dropped not in self._results:
@@ -76,7 +83,7 @@ class _Trial:
     def is_finite_without(self, dropped: frozenset[int]) -> bool:
         if len(dropped) == self.size:
             return True
-        if self._left <= 2 and dropped not in self._results:
+        if dropped not in self._results and not self.may_go_on:
             raise _OutOfBudget
         return self.result_without(dropped).finite
 
@@ -104,7 +111,7 @@ class _Trial:
         """Is the step finite as well without as many others? Then it is their number that matters, not which they are."""
         others = [i for i in range(self.size) if i not in guilty]
         sets = [others[: len(guilty)], others[-len(guilty) :]]
-        if len(others) < len(guilty) or len(guilty) < 2:
+        if len(others) < len(guilty) or len(guilty) < 2 or not self.may_go_on:
             return False
         return all(self.result_without(frozenset(each)).finite for each in sets)
 

@@ -71,3 +71,6 @@ class Effort:
     """Also replay the step in autograd's anomaly mode, and report its message."""
     max_replays: int = 64
     """Upper bound on the replays that search samples and try remedies."""
+    max_seconds: float | None = None
+    """No further replay begins after this time: half of it is for the samples, the rest for lineage and remedies. The operation and
+    its cause are found in any case, for about three replays."""

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ..tensors.nest import tensors_in
 from .api_names import ApiNames
 from .facts import Facts, examine, zero_where_bad
 from .frames import Frame, inside_engine, is_recomputation, is_user, stack
+from .limit import spent
 from .schemas import LITERALS, SELECTING, UNINITIALISED, Schema, base_name, literal_numbers, named_operands, schema_of
 from .storages import EVERYTHING, Region, Storages
 from .values import FINITE, INF, is_mask, kind_of, kind_of_number
@@ -49,6 +50,8 @@ class Call(NamedTuple):
     outputs: list[Tensor]
 
 
+Interventions: TypeAlias = "Mapping[int, Intervention] | Callable[[Event], Intervention | None]"
+"""By the number of the event, or for each event that begins."""
 Observer = Callable[["Tracer", "Event", Any, Call], None]
 
 
@@ -109,9 +112,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         until: CodeType | None = None,
-        interventions: Mapping[int, Intervention] | None = None,
+        interventions: Interventions | None = None,
         before_write: Callable[[Tensor], None] | None = None,
         observer: Observer | None = None,
+        max_events: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
@@ -126,6 +130,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._interventions = interventions or {}
         self._before_write = before_write
         self._observer = observer
+        self._max_events = max_events
         self._num_events = self._num_stable = self._num_facts = 0
         self.unwritten: dict[int, bool] = {}
         """Storages with bad values that no traced op wrote, and whether they look like a mask."""
@@ -206,8 +211,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.masks = frozenset(name for name, t in operands if t.layout is torch.strided and bool((t == 0).any()))
         before = self._copies(schema, operands)
         result = func(*args, **kwargs)
-        if event.number in self._interventions:
-            result = self._interventions[event.number](result)
+        if self._interventions and (intervention := self._intervention(event)) is not None:
+            result = intervention(result)
         outputs = self._outputs(schema, result, operands, args)
         for tensor in outputs:
             self._wrote(event, tensor, written)
@@ -230,7 +235,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(event)
         return result
 
+    def _intervention(self, event: Event) -> Intervention | None:
+        if callable(self._interventions):
+            return self._interventions(event)
+        return self._interventions.get(event.number)
+
     def _begin(self, op: str, full_name: str, node: Any, always_frames: bool) -> Event:
+        if self._max_events is not None:
+            spent(self._max_events - self._num_events)
         event = Event(self._num_events, -1, op, full_name, "forward" if node is None else "backward")
         self._num_events += 1
         event.api = self.api.current

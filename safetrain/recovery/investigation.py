@@ -100,6 +100,7 @@ class Investigator:
         effort = Effort(
             remedies=self._config.remedies,
             is_known=lambda origin: _place(origin) in self.known,
+            max_seconds=self._config.max_seconds,
             anomaly=any(verdict.detect_anomaly for verdict in case.decision.verdicts.values()),
         )
         with step.patches.uncounted():  # the step ran with them

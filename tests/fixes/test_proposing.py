@@ -14,8 +14,8 @@ from forensic_cases import Tiny, without_bias
 from torch import Tensor
 
 from safetrain.fixes import Proposal, propose
-from safetrain.fixes.rewriting import candidates
 from safetrain.forensics import Step, investigate
+from safetrain.forensics.source import candidates
 
 Load = Callable[..., ModuleType]
 
@@ -140,10 +140,40 @@ def test_functions_have_their_own_code_again(load: Load) -> None:
         ),
         ("ä = x.exp()", "exp", "exp_overflow", "ä = torch.exp(x.clamp(max=30.0))"),
         ("y = f(s)", "", "exp_overflow", "s = s.clamp(max=30.0)\ny = f(s)"),
+        ("a, s = g(x)", "", "exp_overflow", "a, s = g(x)\ns = s.clamp(-10.0, 10.0)"),
+        ("y = x.std(dim=-1)", "std", "empty_reduction", "y = safe.std(x, dim=-1)"),
+        ("y = f(x)", "", "division_by_zero", "y = f(x.masked_fill(x == 0, 1e-6))"),
+        ("g = torch.empty(3)", "", "custom_backward_bug", "g = torch.zeros(3)"),
+        (
+            "y, w = attend(x, key_padding_mask=pad)",
+            "",
+            "neg_inf_mask",
+            "y, w = attend(x, key_padding_mask=pad, need_weights=False)",
+        ),
     ],
 )
 def test_forms_of_a_line(line: str, operation: str, cause: str, expected: str) -> None:
     assert expected in [candidate.source.strip() for candidate in candidates(line + "\n", 1, operation, cause)]
+
+
+def test_an_expression_is_not_computed_twice() -> None:
+    sources = [candidate.source for candidate in candidates("y = f(g(x))\n", 1, "", "division_by_zero")]
+    assert sources
+    assert all(source.count("g(") == 1 for source in sources)
+
+
+def test_other_batches_must_stay_as_they_are(load: Load) -> None:
+    """Below 1 is where this batch lies; a clamp there would change the next one."""
+    module = load(
+        "import torch\n\n\ndef loss_fn(model, x):\n    y = x + 0\n    return (model(x).mean(1) * torch.log(y).mean(1)).mean()\n"
+    )
+    model, bad, other = without_bias(Tiny()), zero_row() / 2, torch.rand(6, 4) * 5 + 0.5
+    incident = investigate(model, module.loss_fn, bad)
+    assert incident is not None
+    found = propose(Step(model, module.loss_fn, [bad]), incident, others=[other])
+    assert found[0].kind == "source"
+    best = load(found[0].changed, "changed")
+    assert torch.equal(best.loss_fn(model, other), module.loss_fn(model, other))
 
 
 def test_source_that_cannot_be_parsed_has_no_candidates() -> None:

@@ -55,10 +55,16 @@ class Chooser:
             return Spot(steering[0][0], steering[0][1], everything(steering[0][1]))
         if op in MOVING:
             return self._moved(found, depends)
+        if any(spot.values.is_floating_point() for spot in depends):  # an index or a length has no part in the value
+            depends = [spot for spot in depends if not _is_integer(spot)]
         tensors = [spot for spot in depends if spot.kept.shape] or depends
         is_zero = all_zero(made)
         if op in COMPARISONS or made.values.dtype == torch.bool:
             return max(tensors, key=self.from_data)
+        if op in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") and is_zero and len(tensors) > 1:
+            return replace(max(tensors, key=self.from_data), note=", which the other operand equals")
+        if op in ("maximum", "minimum", "where", "fmax", "fmin") and is_zero:
+            return max([spot for spot in tensors if all_zero(spot)] or tensors, key=self.from_data)
         if op in ("add", "sub", "rsub", "addcmul", "lerp") and len(tensors) > 1:
             return self._of_sum(found, tensors, is_zero)
         if op in ("mul", "div") or op in DENSE:
@@ -69,7 +75,8 @@ class Chooser:
             )
         if is_zero and op in REDUCTIONS and op not in ("amax", "amin", "max", "min"):
             return _reduced_to_zero(tensors[0], op)
-        if op in REDUCTIONS and len(tensors[0].positions) > 1 and not is_zero and not self._keeps_all:
+        is_count = tensors[0].values.dtype == torch.bool
+        if op in REDUCTIONS and len(tensors[0].positions) > 1 and not (is_zero or self._keeps_all or is_count):
             return extreme(tensors[0])
         return tensors[0] if len(tensors) == 1 else max(tensors, key=magnitude)
 
@@ -123,6 +130,8 @@ class Chooser:
         if computed and size and magnitude(made) > LARGE:
             self._note_gain(found, weights, magnitude(made) / size)
         if computed and (self._prefers_data or is_zero or size > LARGE or not weights):
+            if self._prefers_data:
+                computed = [s for s in computed if self._recording.is_made_of_data(s.kept.storage)] or computed
             return max(computed, key=magnitude)
         return max(weights, key=magnitude) if weights else tensors[0]
 
@@ -143,9 +152,17 @@ class Chooser:
         is_table = found.event.op == "embedding" and self.leaf_kind(source, found.event.index) == "parameter"
         if steering and is_table and (self._prefers_data or all_zero(source)):
             return steering[0]
+        if steering and self._prefers_data and self._is_lookup(steering[0], source):
+            return steering[0]
         if steering and found.event.op == "where" and self._is_typed(source):
             return steering[0]
         return source
+
+    def _is_lookup(self, index: Spot, source: Spot) -> bool:
+        """The index is data and the table is not: it is the index that is to blame."""
+        if not _is_integer(index) or self.leaf_kind(index) != "batch":
+            return False
+        return not self._recording.is_made_of_data(source.kept.storage)
 
     # ---- what a value is made of -----------------------------------------------------------------------------------
 
@@ -163,7 +180,7 @@ class Chooser:
         return None if known is None else known[0].name
 
     def from_data(self, spot: Spot) -> tuple[int, int]:
-        rank = {"batch": 3, None: 2, "parameter": 0}.get(self.leaf_kind(spot), 1)
+        rank = -1 if self._is_typed(spot) else {"batch": 3, None: 2, "parameter": 0}.get(self.leaf_kind(spot), 1)
         return rank, len(spot.positions)
 
     def _is_typed(self, spot: Spot) -> bool:
@@ -195,6 +212,10 @@ def _reduced_to_zero(spot: Spot, op: str) -> Spot | End:
     if op in ("any", "all", "count_nonzero", "prod"):
         return extreme(spot)
     return End("cancellation", f"{len(spot.positions)} values of both signs add up to 0", spot)
+
+
+def _is_integer(spot: Spot) -> bool:
+    return not spot.values.is_floating_point() and not spot.values.is_complex() and spot.values.dtype != torch.bool
 
 
 def all_zero(spot: Spot) -> bool:

@@ -232,7 +232,8 @@ def _differentiated(record: Record, output: Kept, positions: Tensor) -> list[Spo
 
     def replaced(item: Any) -> Any:
         if isinstance(item, Tensor):
-            return ordinary.get(id(item), item)
+            known = ordinary.get(id(item))
+            return item if known is None else known.clone()  # the operation may write into it
         return type(item)(replaced(each) for each in item) if isinstance(item, (list, tuple)) else item
 
     with torch.enable_grad():

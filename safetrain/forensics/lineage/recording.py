@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..finding import Finding
+from ..library_call import LibraryCall, library_call
 from ..replay import Leaf, Replayer, Trace
 from ..storages import EVERYTHING, Region
 from ..tracer import Call, Event, Tracer
@@ -40,9 +42,29 @@ class Recording:
     """By the index of the event."""
     leaves: dict[int, tuple[Leaf, Kept]] = field(default_factory=dict)
     """By storage: what was there before the step."""
+    parameters: set[int] = field(default_factory=set)
+    """Storages of leaves that are parameters, of the model or of the loss."""
+    call: LibraryCall | None = None
+    """From the user's own line, if the operation is a library's."""
 
     def record_of(self, number: int) -> Record | None:
         return next((record for record in self.records.values() if record.event.number == number), None)
+
+    def is_made_of_data(self, storage: int) -> bool:
+        """Does the batch take part in what this memory holds?"""
+        makers: dict[int, list[Record]] = {}
+        for made in self.records.values():
+            for output in made.outputs:
+                makers.setdefault(output.storage, []).append(made)
+        seen, todo = {storage}, [storage]
+        while todo:
+            at = todo.pop()
+            if at in self.leaves and self.leaves[at][0].kind == "batch":
+                return True
+            behind = {kept.storage for made in makers.get(at, ()) for kept in made.operands.values()} - seen
+            seen |= behind
+            todo += behind
+        return False
 
     def writer(self, kept: Kept, addresses: Tensor, before: int) -> tuple[Event | None, Record | None]:
         """The latest operation that wrote one of these elements; without a record if its values were not kept."""
@@ -79,6 +101,9 @@ def record(replayer: Replayer, finding: Finding, last: Event) -> Recording | Non
         args = tuple(_with(item, by_id) for item in call.args)
         named = {key: _with(item, by_id) for key, item in call.kwargs.items()}
         outputs = [_kept(tracer, tensor, tensor, None) for tensor in call.outputs]
+        if event.number == last.number and finding.call_place is not None:
+            with suppress(Exception):  # arguments of an odd kind: the operation can still be explained
+                recording.call = library_call(tracer.storages)
         made.append((event, Record(event, function, args, named, operands, outputs)))
 
     trace = replayer.traced(micro_batch=finding.trace.micro_batch, observer=observe)
@@ -89,6 +114,8 @@ def record(replayer: Replayer, finding: Finding, last: Event) -> Recording | Non
     for kind, name, tensor in replayer.named_leaves(trace.batch):
         kept = _kept(trace.tracer, tensor, tensor, None)
         leaf = trace.leaves.get(kept.storage)
+        if isinstance(tensor, torch.nn.Parameter):
+            recording.parameters.add(kept.storage)
         if leaf is not None and (leaf.kind, leaf.name) == (kind, name):
             recording.leaves.setdefault(kept.storage, (leaf, kept))
     return recording

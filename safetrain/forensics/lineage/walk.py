@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.incident import Link, describe_operand
 from ..finding import Finding
 from ..frames import user_place
+from ..library_call import Carried
 from ..replay import Replayer
 from ..tracer import Event
 from ..values import bad_positions, kind_of
@@ -49,7 +50,13 @@ def lineage_of(replayer: Replayer, finding: Finding, samples: list[int]) -> list
     recording = record(replayer, finding, start)
     if recording is None:
         return []
-    return _Walk(recording, finding, samples).run(start)
+    walk = _Walk(recording, finding, samples)
+    links = walk.run(start)
+    finding.carried = walk.carried
+    if links and links[-1].kind in ("parameter", "buffer", "constant"):
+        finding.source, finding.source_tensor = links[-1].text, links[-1].name
+    finding.options = [] if recording.call is None else recording.call.options
+    return links
 
 
 def _start_event(finding: Finding) -> Event | None:
@@ -109,6 +116,8 @@ class _Walk:
         self._finding = finding
         self._samples = samples
         self._links: list[Link] = []
+        self.carried: Carried | None = None
+        """The argument of the call into a library that the walk came through."""
         self._seen: set[tuple[int, str]] = set()
         prefers_data = bool(samples) or finding.cause_label in (
             "empty_reduction",
@@ -133,6 +142,7 @@ class _Walk:
         if spot is None:
             return []
         self._add("operation", _argument_name(found, spot), spot, found)
+        self._note_argument(spot)
         if (excess := _excess(spot, self._finding)) and spot.kept.storage not in self._recording.leaves:
             self._links.append(
                 Link(
@@ -145,11 +155,19 @@ class _Walk:
             return self._links
         following: tuple[Spot, int] | None = (spot, found.event.index)
         for _ in range(MAX_LINKS):
-            following = self._step(*following) if following is not None else None
             if following is None:
                 break
+            self._note_argument(following[0])
+            following = self._step(*following)
         self._blame_growth()
         return _shortened(self._links)
+
+    def _note_argument(self, spot: Spot) -> None:
+        call = self._recording.call
+        if call is None or self.carried is not None or spot.kept.storage not in call.arguments:
+            return
+        number, name = call.arguments[spot.kept.storage]
+        self.carried = Carried(call.function, number, name, f"{spot.index}{values_text(spot.values)}")
 
     def _blame_growth(self) -> None:
         """Where weights have amplified ordinary values step by step until they overflow, the weights are where it came from."""
@@ -174,6 +192,8 @@ class _Walk:
         facts = self._finding.facts
         if facts is not None and facts.targets and "target" in found.operands:
             return Spot("target", found.operands["target"], everything(found.operands["target"]))
+        if (longer := self._too_long(found)) is not None:
+            return longer
         if self._finding.cause_label == "infeasible_target":
             output, positions = self._bad_output(found)
             depends = [] if output is None else dependencies(found, output, positions)
@@ -195,6 +215,18 @@ class _Walk:
                 return divisor
         infinite = [spot for spot in chosen if kind_of(spot.values)]
         return max(infinite or chosen, key=self._suspicion)
+
+    def _too_long(self, found: Record) -> Spot | None:
+        """Of CTC: the length of the first target that is longer than its input."""
+        lengths, targets = found.operands.get("input_lengths"), found.operands.get("target_lengths")
+        if lengths is None or targets is None or "ctc" not in found.event.op:
+            return None
+        allowed, wanted = lengths.value.reshape(-1).long(), targets.value.reshape(-1).long()
+        longer = (wanted > allowed).nonzero().flatten() if allowed.shape == wanted.shape else allowed[:0]
+        if not len(longer):
+            return None
+        note = f", longer than its input of {int(allowed[longer[0]])}"
+        return Spot("target_lengths", targets, longer[:1], note)
 
     def _suspicion(self, spot: Spot) -> tuple[bool, bool, float]:
         """A zero more than a large value, and what was computed more than a weight."""
@@ -304,7 +336,9 @@ class _Walk:
             return
         leaf, kept = known
         positions = kept.positions_at(addresses) if not spot.is_empty else torch.zeros(0, dtype=torch.long)
-        kind = {"batch": "data", "outside": "parameter", "attribute": "buffer"}.get(leaf.kind, leaf.kind)
+        kind = {"batch": "data", "attribute": "buffer"}.get(leaf.kind, leaf.kind)
+        if kind == "outside":
+            kind = "parameter" if kept.storage in self._recording.parameters else "buffer"
         rows = rows_of(positions, kept.shape) if kind == "data" else []
         if self._samples and len(rows) > len(self._samples) and set(self._samples) < set(rows):
             rows = list(self._samples)  # of an operation that mixes samples, those that are to blame
@@ -329,7 +363,7 @@ class _Walk:
         place = user_place(found.event.frames)
         link = Link(kind, name, spot.index, values_text(spot.values))
         if made is None:
-            link.text = f"{name}{spot.index}{link.value}"
+            link.text = f"{name}{spot.index}{link.value}{spot.note}"
         else:
             link.text = f"{name} of {spot.index or 'a number'}{link.value}{spot.note}"
         if place is not None:

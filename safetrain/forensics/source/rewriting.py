@@ -20,6 +20,9 @@ _FORMS: dict[str, tuple[str, ...]] = {
     "pow": ("safe.pow({x}, {y})", "{x}.clamp_min(1e-6) ** {y}", "torch.nan_to_num({x}) ** {y}"),
     "acos": ("safe.acos({x})", "torch.acos({x}.clamp(-1 + 1e-6, 1 - 1e-6))"),
     "asin": ("safe.asin({x})", "torch.asin({x}.clamp(-1 + 1e-6, 1 - 1e-6))"),
+    "std": ("safe.std({x}{rest})",),
+    "norm": ("safe.norm({x}{rest})",),
+    "normalize": ("safe.normalize({x}{rest})",),
     "atanh": ("safe.atanh({x})", "torch.atanh({x}.clamp(-1 + 1e-6, 1 - 1e-6))"),
 }
 # Of a whole call, by the cause.
@@ -28,18 +31,19 @@ _AROUND: dict[str, tuple[str, ...]] = {
     "infeasible_target": ("torch.nan_to_num({call}, posinf=0.0)", "torch.nan_to_num({call}, neginf=0.0)"),
     "neg_inf_mask": ("torch.nan_to_num({call}, neginf=-1e9)",),
 }
-_NONZERO = ("{x}.clamp_min(1e-6)", "{x} + 1e-6", "torch.nan_to_num({x})")
+_NONZERO = ("{x}.clamp_min(1e-6)", "{x}.masked_fill({x} == 0, 1e-6)", "{x} + 1e-6", "torch.nan_to_num({x})")
+_SYMMETRIC = "{x}.clamp(-1 + 1e-6, 1 - 1e-6)"
 # Of an argument, by the cause.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "division_by_zero": _NONZERO,
-    "log_of_nonpositive": ("{x}.clamp_min(1e-6)", "torch.nn.functional.softplus({x})", "{x}.clamp(1e-6, 1 - 1e-6)"),
-    "invalid_domain": ("{x}.clamp(-1 + 1e-6, 1 - 1e-6)", "{x}.clamp(1e-6, 1 - 1e-6)", "{x}.clamp_min(1e-6)"),
-    "singular_gradient": ("{x}.clamp_min(1e-12)", "{x} + 1e-6", "{x}.clamp(-1 + 1e-6, 1 - 1e-6)"),
-    "masked_branch_gradient": ("torch.nan_to_num({x})", *_NONZERO[:2], "{x}.clamp(-1 + 1e-6, 1 - 1e-6)", "{x}.clamp(max=30.0)"),
+    "log_of_nonpositive": ("{x}.clamp_min(1e-6)", _SYMMETRIC, "{x}.clamp(1e-6, 1 - 1e-6)", "torch.nn.functional.softplus({x})"),
+    "invalid_domain": (_SYMMETRIC, "{x}.clamp_min(1e-6)", "{x}.clamp(1e-6, 1 - 1e-6)"),
+    "singular_gradient": ("{x}.clamp_min(1e-12)", "{x}.masked_fill({x} == 0, 1e-6)", "{x} + 1e-6", _SYMMETRIC),
+    "masked_branch_gradient": ("torch.nan_to_num({x})", *_NONZERO[:3], _SYMMETRIC, "{x}.clamp(max=30.0)"),
     "neg_inf_mask": ("{x}.clamp_min(-1e9)", "torch.nan_to_num({x}, neginf=-1e9)", "{x}.clamp_min(-1e4)"),
-    "exp_overflow": ("{x}.clamp(max=30.0)", "{x}.clamp(-10.0, 10.0)"),
+    "exp_overflow": ("{x}.clamp(max=30.0)", "{x}.clamp(max=10.0)", "{x}.clamp(-10.0, 10.0)"),
     "fp16_overflow": ("torch.as_tensor({x}, dtype=torch.float32)",),
-    "fp16_underflow": ("torch.as_tensor({x}, dtype=torch.float32)", *_NONZERO[:2]),
+    "fp16_underflow": ("torch.as_tensor({x}, dtype=torch.float32)", *_NONZERO[:3]),
     "degenerate_decomposition": ("{x} + torch.diag(torch.linspace(1e-4, 5e-4, {x}.shape[-1], dtype={x}.dtype, device={x}.device))",),
     "empty_reduction": ("torch.nan_to_num({x})",),
     "bad_input_data": ("torch.nan_to_num({x})", "{x}.clamp_min(1e-6)"),
@@ -49,11 +53,9 @@ _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Div: ("div", "reciprocal", "rsqrt", "true_divide"),
     ast.Pow: ("pow",),
 }
-_KEYWORDS = {
-    "ctc_loss": (("zero_infinity", "True"),),
-    "std": (("correction", "0"),),
-    "var": (("correction", "0"),),
-}
+_KEYWORDS = {"ctc_loss": (("zero_infinity", "True"),), "multi_head_attention_forward": (("need_weights", "False"),)}
+_RENAMED = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
+"""Memory that was never written."""
 MAX_CANDIDATES = 60
 
 
@@ -76,35 +78,31 @@ class _Edit:
 
 
 def candidates(source: str, line: int, operation: str, cause: str) -> list[Candidate]:
-    """Changed sources, the most specific first; none where the line cannot be parsed."""
+    """Changed sources, the most specific first; none where the line cannot be parsed. One that cannot be compiled is found out when it is tried."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     found = _Line(source, line, tree)
+    bound = _imported(tree)
     result: dict[str, Candidate] = {}
     for edits, what in [*found.of_operation(operation), *found.of_calls(cause), *found.of_names(cause)]:
         changed = found.apply(edits)
-        if changed != source and changed not in result and _is_valid(changed):
-            result[changed] = Candidate(changed, what, _imports(changed, source, tree), line, "the call" in what)
+        if changed != source and changed not in result:
+            result[changed] = Candidate(changed, what, _imports(changed, source, bound), line, "the call" in what)
     return list(result.values())[:MAX_CANDIDATES]
 
 
-def _is_valid(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
-def _imports(changed: str, source: str, tree: ast.Module) -> tuple[str, ...]:
-    bound = {
+def _imported(tree: ast.Module) -> set[str]:
+    return {
         (alias.asname or alias.name).split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
+
+
+def _imports(changed: str, source: str, bound: set[str]) -> tuple[str, ...]:
     needed = []
     if changed.count("safe.") > source.count("safe.") and "safe" not in bound:
         needed.append("from safetrain import safe")
@@ -147,9 +145,9 @@ class _Line:
         for form in forms:
             edits = [edit for node, operands in places if (edit := self._formed(node, operands, form)) is not None]
             if len(edits) > 1:
-                yield edits, f"{form.format(x='x', y='y')} at all places of the line"
+                yield edits, f"{_shown(form)} at all places of the line"
             for edit in edits:
-                yield [edit], form.format(x="x", y="y")
+                yield [edit], _shown(form)
         for keyword, value in _KEYWORDS.get(operation, ()):
             for node, _ in places:
                 if isinstance(node, ast.Call) and not any(k.arg == keyword for k in node.keywords):
@@ -168,6 +166,10 @@ class _Line:
                 if name not in ("torch", "F", "nn", "math", "np", "self", "safe"):
                     text = form.format(x=name)
                     yield [_Edit(at, at, f"{indent}{name} = {text}\n")], f"{name} = {text} before it"
+            for name in _assigned(start):
+                after = self._starts[start.end_lineno or start.lineno]
+                text = form.format(x=name)
+                yield [_Edit(after, after, f"{indent}{name} = {text}\n")], f"{name} = {text} after it"
 
     def of_calls(self, cause: str) -> Iterator[tuple[list[_Edit], str]]:
         """Each argument of each call of the line made harmless before the call, and each call as a whole."""
@@ -175,6 +177,8 @@ class _Line:
         for form in _ARGUMENTS.get(cause, ()):
             for call in calls:
                 for number, argument in self._values(call):
+                    if form.count("{x}") > 1 and not isinstance(argument, (ast.Name, ast.Attribute)):
+                        continue  # it would be computed twice
                     yield (
                         [self._edit(argument, form.format(x=self._bracketed(argument)))],
                         f"{number}: {form.format(x='x')}",
@@ -183,7 +187,16 @@ class _Line:
             for call in calls:
                 yield [self._edit(call, form.format(call=self._text(call)))], form.format(call="the call")
         for call in calls:
-            if cause == "infeasible_target" and _name(call) in ("CTCLoss", "ctc_loss"):
+            name = _name(call)
+            if cause == "custom_backward_bug" and name in _RENAMED and isinstance(call.func, ast.Attribute):
+                renamed = f"{self._text(call.func.value)}.{_RENAMED[name]}"
+                yield [self._edit(call.func, renamed)], f"{_RENAMED[name]} instead of {name}"
+            if cause == "custom_backward_bug":
+                yield [self._edit(call, f"torch.nan_to_num({self._text(call)})")], "nan_to_num(the call)"
+            if cause == "neg_inf_mask" and any(k.arg == "key_padding_mask" for k in call.keywords):
+                if not any(k.arg == "need_weights" for k in call.keywords):
+                    yield [self._with_keyword(call, "need_weights", "False")], "need_weights=False"
+            if cause == "infeasible_target" and name in ("CTCLoss", "ctc_loss"):
                 yield [self._with_keyword(call, "zero_infinity", "True")], "zero_infinity=True"
 
     def _values(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
@@ -204,9 +217,12 @@ class _Line:
             return None
         is_function = form.startswith("safe.")
         texts = [self._text(o) if is_function else self._bracketed(o) for o in operands[:2]]
-        extra = ", ".join(self._text(o) for o in operands[2:])
-        text = form.format(x=texts[0], y=texts[1] if len(texts) > 1 else "")
-        return None if extra else self._edit(node, f"({text})" if " " in form and not is_function else text)
+        keywords = node.keywords if isinstance(node, ast.Call) else []
+        rest = "".join(f", {self._text(o)}" for o in operands[1:])
+        rest += "".join(f", {k.arg}={self._text(k.value)}" for k in keywords)
+        text = form.format(x=texts[0], y=texts[1] if len(texts) > 1 else "", rest=rest)
+        loses_arguments = len(operands) > 2 and "{rest}" not in form
+        return None if loses_arguments else self._edit(node, f"({text})" if " " in form and not is_function else text)
 
     def _with_keyword(self, call: ast.Call, keyword: str, value: str) -> _Edit:
         stop = self._offset(call.end_lineno or 1, call.end_col_offset or 0) - 1
@@ -265,6 +281,16 @@ def _operands(node: ast.expr, operation: str) -> list[ast.expr] | None:
     if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
         return [node.func.value, *node.args]
     return list(node.args)
+
+
+def _shown(form: str) -> str:
+    return form.format(x="x", y="y", rest="")
+
+
+def _assigned(statement: ast.stmt) -> list[str]:
+    """The variables that a statement gives a value."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
 def _name(call: ast.Call) -> str:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CodeType, FunctionType
 
 
@@ -17,7 +18,7 @@ def as_if_changed(
 
     The change must not add or remove functions. A function that cannot take the new code keeps its own.
     """
-    pairs = list(zip(_codes(compile(source, file, "exec")), _codes(compile(changed, file, "exec")), strict=True))
+    pairs = list(zip(_codes(_compiled(source, file)), _codes(compile(changed, file, "exec")), strict=True))
     renewed = {(old.co_name, old.co_firstlineno): new for old, new in pairs if _covers(old, line)}
     exchanged: list[tuple[FunctionType, CodeType]] = []
     added: list[tuple[dict[str, object], str]] = []
@@ -41,6 +42,11 @@ def as_if_changed(
             scope.pop(name, None)
 
 
+@lru_cache(maxsize=4)
+def _compiled(source: str, file: str) -> CodeType:
+    return compile(source, file, "exec")
+
+
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
@@ -56,14 +62,14 @@ def _covers(code: CodeType, line: int) -> bool:
 
 def functions_of(file: str) -> list[FunctionType]:
     """Every function of this file that exists. Goes through all objects of the process, some tenths of a second."""
-    real = os.path.realpath(file)
+    base, real = os.path.basename(file), os.path.realpath(file)
     is_same: dict[str, bool] = {}
     found = []
     for item in gc.get_objects():
         if type(item) is FunctionType:
             name = item.__code__.co_filename
             if name not in is_same:
-                is_same[name] = name == file or os.path.realpath(name) == real
+                is_same[name] = name.endswith(base) and (name == file or os.path.realpath(name) == real)
             if is_same[name]:
                 found.append(item)
     return found
