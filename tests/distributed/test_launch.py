@@ -32,7 +32,8 @@ def loss(model, batch, fail_on=-1, kind="user"):
     if kind == "killed once" and rank == 1 and loss.calls == 4 and not Path("killed").exists():
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "in step 3" and loss.calls == 4:
+    if kind == "in step 3" and loss.calls == (1 if Path("failed").exists() else 4):  # a resume goes on with step 3
+        Path("failed").touch()
         raise KeyError("a mistake in user code")
     if rank == fail_on:
         raise KeyError("a mistake in user code")

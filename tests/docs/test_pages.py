@@ -73,7 +73,7 @@ def test_few_blocks_are_not_run():
         f"{name}:{block.line}: {block.marks['not run']}"
         for name, page in PAGES.items()
         for block in page.blocks
-        if "not run" in block.marks
+        if "not run" in block.marks and block.language != "diff"  # these are compared by test_hosts.py
     ]
     assert len(not_run) <= MOST_NOT_RUN, "\n".join(not_run)
 

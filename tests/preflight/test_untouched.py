@@ -318,7 +318,7 @@ def test_a_step_may_look_at_the_run_and_its_guards(tmp_path: Path, monkeypatch: 
     trainer = make_trainer(cls=Asking)
     report = check(trainer, budget=20)
     assert {checked.name: checked.reason for checked in report.checks if checked.status == FAIL} == {}
-    assert {checked.name for checked in report.with_status(SKIP)} == {"padding", "singular_points"}
+    assert {checked.name for checked in report.with_status(SKIP)} == {"padding", "singular_points", "evaluation"}
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match="there is no run yet"):
         trainer.run  # noqa: B018

@@ -64,5 +64,5 @@ def test_late_steps_make_no_more_calls_than_early_ones(make_trainer):
     make_trainer(nn.Linear(6, 1), Counted, optimizer=SGD, train_data=make_batches(10), config=config).fit()
     early, late = calls[100:200], calls[500:600]
     assert min(late) <= min(early) + 2
-    assert sorted(late)[50] <= sorted(early)[50] + 2
+    assert sum(late) <= 1.05 * sum(early)  # steps with a loss above the usual one take a few more
     assert sorted(late)[50] < 250  # Python calls in a healthy step, torch's own included
