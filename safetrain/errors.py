@@ -137,7 +137,7 @@ class TrainingStopped(SafetrainError):
     ...     SafeTrainer(torch.nn.Linear(2, 1), loss_fn=loss, train_data=data, config=QUIET).fit()
     ... except TrainingStopped as stopped:
     ...     print(stopped.incident.cause.label, "at step", stopped.incident.step, "of", stopped.result.attempted)
-    division_by_zero at step 9 of 10
+    division_by_zero at step 7 of 8
     """
 
     def __init__(self, incident: Incident, result: FitResult) -> None:

@@ -109,9 +109,8 @@ class WeightLooks:
             sizes = torch.tensor([self.tensors[place].numel() for place in places], dtype=each.dtype).sqrt()
             typical = torch.stack([each[place] for place in places]) / sent(sizes, each.device)
             first, last = typical[:third].mean(), typical[-third:].mean()
-            found["arriving"] = (
-                first / last
-            )  # safetrain: ignore[ST201] NaN where no gradient arrives at all: not below a limit
+            # NaN where no gradient arrives at all, which is not below any limit.
+            found["arriving"] = first / last  # safetrain: ignore[ST201]
         matrices = sent(torch.tensor([t.dim() > 1 for t in self.tensors]), norm.device)
         return (each > STRONG * norm) & matrices
 
