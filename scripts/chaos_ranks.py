@@ -142,6 +142,8 @@ def child(rank: int, place: Place, port: int, fault: str, is_cut: bool) -> None:
     chaos_victim.fault, chaos_victim.noted = fault, str(place.noted)
     file = place.log(rank).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config_of(place, fault, rank)))
+    if fault == "other config" and rank == GUILTY:
+        chaos_victim.note()
     main(["fit", str(file), "--out", str(place.run_dir), "--resume", "auto"])
 
 

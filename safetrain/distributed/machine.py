@@ -22,6 +22,12 @@ from .comm import Link
 from .replicas import Replicas
 
 _NOTHING = nullcontext()
+OTHER_MESHES = "shard with FSDP2 only (loop.strategy=fsdp), or keep the loop that you have for it and guard that with safetrain.watch"
+_OTHER_LAUNCHES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a mesh of several kinds of parallelism",
+}
 
 
 @contextmanager
@@ -43,6 +49,11 @@ class Machine:
         self, device: str = "auto", *, num_processes: int | None = None, rank_timeout_seconds: float = 600.0
     ) -> None:
         """`num_processes`: raise unless this many take part."""
+        for variable, what in _OTHER_LAUNCHES.items():
+            if os.environ.get(variable) == "true":
+                raise UsageError(
+                    f"accelerate was launched with {what}, which SafeTrainer does not do.\nTo fix: {OTHER_MESHES}."
+                )
         slurm.announce()
         seconds = timedelta(seconds=rank_timeout_seconds)
         # Without `cpu`, accelerate does not let processes on a machine without a GPU find each other.

@@ -259,7 +259,12 @@ class ConstantAnswer:
         """0-d, on the device; None where the targets cannot be told from the rest of the batch."""
         first, self._first = self._first, None
         if self._index is not None:
-            target = list(tensors_in(window[0]))[self._index]
+            tensors = list(tensors_in(window[0]))
+            if self._index >= len(
+                tensors
+            ):  # a batch as a replay without a loss function has it: what the model was called with
+                return None
+            target = tensors[self._index]
         elif first is not None and first.numel() >= 512:
             target = first
         else:

@@ -55,7 +55,7 @@ def fused_where_supported(make: Callable[..., Any], params: Any, **options: Any)
     plain = make(params, **options)
     parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
     try:
-        make([_one_number(*kind) for kind in {(p.device, p.dtype) for p in parameters}], fused=True, **options).step()
+        make([_one_number(like) for like in {_kind(p): p for p in parameters}.values()], fused=True, **options).step()
     except (RuntimeError, NotImplementedError):
         return plain
     # The groups of the plain one, because `params` may be an iterator that is used up.
@@ -63,9 +63,24 @@ def fused_where_supported(make: Callable[..., Any], params: Any, **options: Any)
     return make(groups, fused=True, **options)
 
 
-def _one_number(device: Any, dtype: Any) -> Any:
+def _kind(parameter: Any) -> tuple[Any, ...]:
+    from ..tensors.sharded import is_dtensor
+
+    sharded = (parameter.device_mesh, parameter.placements, parameter.dim()) if is_dtensor(parameter) else ()
+    return parameter.device, parameter.dtype, *sharded
+
+
+def _one_number(like: Any) -> Any:
+    """Of a sharded parameter: one on each rank. Not every kernel takes those."""
     import torch
 
-    parameter = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+    from ..tensors.sharded import is_dtensor
+
+    number = torch.zeros([1] * like.dim(), device=like.device, dtype=like.dtype)
+    if is_dtensor(like):
+        from torch.distributed.tensor import DTensor
+
+        number = DTensor.from_local(number, like.device_mesh, like.placements, run_check=False)
+    parameter = torch.nn.Parameter(number)
     parameter.grad = torch.zeros_like(parameter)
     return parameter

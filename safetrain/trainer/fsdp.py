@@ -9,8 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._private import dtensor, modules
+from ..distributed.machine import OTHER_MESHES
 from ..errors import UsageError
 from ..tensors.module_globs import matching
+from ..tensors.sharded import is_dtensor
 
 
 def shard_model(
@@ -85,10 +87,27 @@ def _initialise(model: nn.Module, device: torch.device) -> None:
 
 def keep_sharded(model: nn.Module) -> None:
     """For a model that was sharded by its owner: between passes its parameters are the parts, never made whole."""
+    _check_meshes(model)
     dtensor.check_placements(model)
     for module in model.modules():
         if callable(reshard := getattr(module, "set_reshard_after_forward", None)):
             reshard(True, recurse=False)
+
+
+def _check_meshes(model: nn.Module) -> None:
+    """Each rank trains on data of its own, and with the others makes up the whole model: only FSDP2 goes with that."""
+    from torch.distributed.fsdp import FSDPModule
+
+    of_fsdp = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if not is_dtensor(parameter):
+            continue
+        num_shards = sum(not placement.is_replicate() for placement in parameter.placements)  # type: ignore[attr-defined]
+        if id(parameter) not in of_fsdp or num_shards > 1:
+            raise UsageError(
+                f"{name} is sharded by tensor parallelism (or in another way than by FSDP2), with which several ranks have to train on the "
+                f"same data; SafeTrainer gives each its own.\nTo fix: {OTHER_MESHES}."
+            )
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -80,6 +80,7 @@ class SafeTrainer(TrainerHooks):
         self.machine = build.open_machine(self.config)
         self.model = self.build_model() if model is None else model
         checks.check_trainable(self.model)
+        checks.check_model_of_ranks(self.model)
         self.guards = GuardSet(build.build_guards(self.config.active_guards, guards or ()))
         self.precision = Precision(loop.precision, self.machine.device, self.model)
         called = build.prepare_model(self.model, self.machine, loop, optimizer, self.guards)

@@ -11,6 +11,8 @@ from safetrain import SafeTrainer
 def start(rank, what, run_dir):
     other = rank == 1
     model = make_model()
+    if other and what == "model":
+        model.append(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02 if other and what == "optimizer" else 0.01)
     config = {
         "name": f"of-{rank}",
@@ -26,6 +28,7 @@ def start(rank, what, run_dir):
     [
         ("config", "config: loop.max_steps is 9 on rank 1, and 8 on rank 0"),
         ("guard", "config: guards.finite"),
+        ("model", "(1, 1) on rank 1, and None on rank 0"),
         ("optimizer", "optimizer: lr of group 0 is 0.02 on rank 1, and 0.01 on rank 0"),
     ],
 )

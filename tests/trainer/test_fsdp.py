@@ -172,3 +172,36 @@ def test_a_plain_tensor_is_its_own_shard():
     assert not is_dtensor(tensor)
     assert local(tensor) is tensor
     assert full_tensor(tensor) is tensor
+
+
+def step_with(rank, name, run_dir):
+    config = {
+        "loop": {"strategy": "fsdp", "device": "cpu", "max_steps": 2},
+        "optimizer": {"_target_": f"torch.optim.{name}", "lr": 0.01},
+        "logging": {"console": "off", "tensorboard": False},
+    }
+    trainer = SafeTrainer(Net(), loss_fn=loss_fn, train_data=Samples(), config=config, run_dir=run_dir)
+    return trainer.fit().steps, trainer.optimizer.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize(("name", "fused"), [("SGD", None), ("AdamW", True)])
+def test_the_optimizer_of_a_config_has_a_kernel_for_shards(tmp_path, name, fused):
+    assert run_ranks(step_with, 2, name, str(tmp_path / "run"), timeout=60) == [(2, fused)] * 2
+
+
+def take_tensor_parallel(rank, run_dir):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.Sequential(
+        parallelize_module(torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    SafeTrainer(model, loss_fn=loss_fn, optimizer=optimizer, train_data=[torch.ones(2, 4)], run_dir=run_dir)
+
+
+def test_tensor_parallelism_is_an_error_at_the_start(tmp_path):
+    for outcome in outcomes_of(take_tensor_parallel, 2, str(tmp_path / "run"), timeout=60):
+        assert outcome.error == "UsageError"
+        assert "safetrain.watch" in outcome.message
