@@ -75,6 +75,9 @@ class KeptSnapshots:
     def published(self, path: Path, moment: Moment, listed: list[dict[str, Any]]) -> None:
         """A checkpoint with this list is on disk: delete the snapshots that it does not need."""
         self._saved = {each: p for each, p in self._saved.items() if each in self._taken.values()} | {moment: path}
+        self._keep_only(listed)
+
+    def _keep_only(self, listed: list[dict[str, Any]]) -> None:
         needed = {f"step-{marks['step']:08d}" for marks in listed}
         for kept in self._store.paths():
             if kept.name not in needed:
@@ -84,6 +87,7 @@ class KeptSnapshots:
         self, path: Path, listed: list[dict[str, Any]], ring: SnapshotRing, now: TrainState, moment: Moment
     ) -> None:
         """The ring as it was when this list was saved in the checkpoint at `path`. `now` is the state of that moment."""
+        self._keep_only(listed)  # later ones of a killed process may come out otherwise after a forced change
         found: list[Snapshot] = []
         missing = []
         for marks in listed:

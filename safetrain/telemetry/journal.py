@@ -83,6 +83,14 @@ class JournalFile:
         self.flush()
         sync(self._descriptor)
 
+    @property
+    def is_intact(self) -> bool:
+        """The file is still where it was made."""
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino
+        except OSError:
+            return False
+
     def begin_again(self) -> None:
         """The file was removed: go on in a new one."""
         os.close(self._descriptor)

@@ -282,8 +282,8 @@ class Run:
 
     def saving(self) -> None:
         """A checkpoint is about to be written, and goes with the files of the record as they are now."""
-        if self._lock is not None and not self._lock.is_intact and self._lock.renew() and self.dir is not None:
-            restore_removed(self.dir, self._config_text, self._journal, self.warn)
+        if self._lock is not None and self.dir is not None:
+            restore_removed(self._lock, self.dir, self._config_text, self._journal, self.warn)
         self.telemetry.saving(self.step, self.result.steps)
         by_first(self.telemetry.sync)
 

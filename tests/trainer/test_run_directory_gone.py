@@ -51,6 +51,18 @@ def test_a_removed_lock_is_taken_again(make_trainer: Make, tmp_path: Path) -> No
     assert (result.status, (tmp_path / "run" / ".lock").exists()) == ("done", True)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "journal.jsonl"])
+def test_a_removed_file_of_the_run_is_made_again_and_said(name: str, make_trainer: Make, tmp_path: Path) -> None:
+    class Untidy(Removing):
+        remove = staticmethod(lambda directory: (directory / name).unlink())
+
+    run_dir = tmp_path / "run"
+    make_trainer(cls=Untidy, train_data=data(), run_dir=run_dir, config=CONFIG).fit()
+    assert f"made again: {name}" in (run_dir / "journal.jsonl").read_text()
+    config = {**CONFIG, "loop": {"device": "cpu", "max_epochs": 2}}
+    assert make_trainer(train_data=data(), run_dir=run_dir, config=config).fit(resume=True).steps == 24
+
+
 def test_a_second_writer_is_noticed(make_trainer: Make, tmp_path: Path) -> None:
     """Another process has taken the directory after its lock was removed."""
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('ready', flush=True); sys.stdin.read()"
