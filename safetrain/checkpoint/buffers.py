@@ -30,13 +30,28 @@ def put_buffers(modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor],
 
 
 def check_dense(model: nn.Module) -> None:
-    sparse = [name for name, module, key in buffers_of(model) if module._buffers[key].layout is not torch.strided]  # type: ignore[union-attr]
-    if sparse:
-        raise UsageError(
-            f"the sparse buffer {sparse[0]} cannot be saved, and a run keeps copies of its state.\n"
-            "To fix: register its indices and values as buffers and make the sparse tensor in forward; or train without copies: "
-            "checkpoint.enabled=false, checkpoint.save_final=false and checkpoint.snapshot_every=null."
-        )
+    for name, module, key in buffers_of(model):
+        buffer = module._buffers[key]
+        assert buffer is not None
+        if (kind := _not_dense(buffer)) is not None:
+            instead = (
+                "its parts as buffers and put them together" if kind == "sparse" else "plain tensors and convert them"
+            )
+            raise UsageError(
+                f"the {kind} buffer {name} cannot be saved, and a run keeps copies of its state.\n"
+                f"To fix: register {instead} in forward; or train without copies: "
+                "checkpoint.enabled=false, checkpoint.save_final=false and checkpoint.snapshot_every=null."
+            )
+
+
+def _not_dense(buffer: Tensor) -> str | None:
+    if buffer.is_nested:
+        return "nested"
+    if buffer.is_quantized:
+        return "quantized"
+    if buffer.is_mkldnn:
+        return "mkldnn"
+    return None if buffer.layout is torch.strided else "sparse"
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,35 +1,68 @@
-"""What an optimizer of the user's keeps in attributes, outside of `state`, and its own `state_dict` leaves out.
+"""What modules and optimizers of the user's keep in attributes, and their `state_dict` leaves out: of modules the random generators.
 
-Numbers, text, tensors, and lists and dictionaries of those are saved and restored with it. Tensors in anything else cannot be, and that is
-said when the run starts or when they appear.
+Of an optimizer also numbers, text, tensors, other optimizers, and lists and dictionaries of those are saved and restored with it, dictionaries
+by parameter too, or by the `id` of one, which is another after a resume. Tensors in anything else cannot be saved, and that is said when the run starts or when they appear.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..tensors.rng import GENERATORS, restore_generator, state_of_generator
 from ..tensors.saved import give_values
 
+_Parameters = dict[int, tuple[int, Tensor]]
 _PASSING = {"grad_scale", "found_inf", "_opt_called", "_step_count"}
 """What torch and schedulers leave there between two calls."""
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Those that can be saved, as they are now."""
-    return {name: value for name, value in _own(optimizer) if _is_plain(value, _parameters(optimizer))}
+    ours, found = _parameters(optimizer), {}
+    for name, value in _own(optimizer):
+        if isinstance(value, Optimizer):
+            found[name] = {_STATE: value.state_dict()}
+        elif isinstance(value, GENERATORS):
+            found[name] = {_STATE: state_of_generator(value)}
+        elif _is_plain(value, ours):
+            found[name] = _by_position(value, ours)
+    return found
+
+
+def generators_of(roots: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The states of the random generators that modules keep in attributes, by root, module and attribute."""
+    return {name: state_of_generator(generator) for name, generator in _generators(roots)}
+
+
+def restore_generators(roots: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> None:
+    for name, generator in _generators(roots):
+        if name in saved:
+            restore_generator(generator, saved[name])
+
+
+def _generators(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    for root, model in roots.items():
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, GENERATORS):
+                    yield f"{root}:{path}.{name}", value
 
 
 def unsaved(optimizer: Optimizer) -> list[str]:
     """Names of those that hold tensors and cannot be saved."""
     ours = _parameters(optimizer)
-    return [name for name, value in _own(optimizer) if not _is_plain(value, ours) and _holds_tensors(value, ours)]
+    return [
+        name
+        for name, value in _own(optimizer)
+        if not (isinstance(value, (Optimizer, *GENERATORS)) or _is_plain(value, ours)) and _holds_tensors(value, ours)
+    ]
 
 
 def warn_of_unsaved(optimizer: Optimizer, told: set[str], warn: Callable[[str], None]) -> None:
@@ -44,8 +77,16 @@ def warn_of_unsaved(optimizer: Optimizer, told: set[str], warn: Callable[[str], 
 
 @torch.no_grad()
 def restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    positions = list(_parameters(optimizer).values())
     for name, value in saved.items():
         current = vars(optimizer).get(name)
+        if isinstance(value, dict) and _STATE in value:
+            if isinstance(current, Optimizer):
+                current.load_state_dict(_copied(value[_STATE]))
+            elif isinstance(current, GENERATORS):
+                restore_generator(current, value[_STATE])
+            continue
+        value = _by_parameter(value, positions)
         if isinstance(value, Tensor) and isinstance(current, Tensor) and current.shape == value.shape:
             give_values(current, value)
         else:
@@ -67,22 +108,58 @@ def _known_names() -> frozenset[str]:
     return frozenset(vars(plain)) | _PASSING
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _parameters(optimizer: Optimizer) -> _Parameters:
+    """Position and parameter, by `id`, in order."""
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return {key: (position, p) for position, (key, p) in enumerate(parameters.items())}
 
 
-def _is_plain(value: Any, parameters: set[int]) -> bool:
-    if isinstance(value, Tensor):
-        return id(value) not in parameters and value.layout is torch.strided
-    if type(value) in (list, tuple, deque):
-        return all(_is_plain(item, parameters) for item in value)
+_STATE = "\0state"
+_KEY, _ID = "\0parameter ", "\0id of parameter "
+
+
+def _by_position(value: Any, ours: _Parameters) -> Any:
+    """The value with the positions of parameters in place of parameters and their ids, where those are keys."""
     if type(value) is dict:
-        return all(type(key) in (str, int) and _is_plain(item, parameters) for key, item in value.items())
+        return {_saved_key(key, ours): _by_position(item, ours) for key, item in value.items()}
+    return [_by_position(item, ours) for item in value] if type(value) is list else value
+
+
+def _saved_key(key: Any, ours: _Parameters) -> Any:
+    if isinstance(key, Tensor):
+        return f"{_KEY}{ours[id(key)][0]}"
+    return f"{_ID}{ours[key][0]}" if type(key) is int and key in ours else key
+
+
+def _by_parameter(value: Any, positions: list[tuple[int, Tensor]]) -> Any:
+    """The inverse of `_by_position`."""
+    if type(value) is dict:
+        return {_restored_key(key, positions): _by_parameter(item, positions) for key, item in value.items()}
+    return [_by_parameter(item, positions) for item in value] if type(value) is list else value
+
+
+def _restored_key(key: Any, positions: list[tuple[int, Tensor]]) -> Any:
+    for prefix in (_KEY, _ID):
+        if type(key) is str and key.startswith(prefix):
+            parameter = positions[int(key.removeprefix(prefix))][1]
+            return parameter if prefix == _KEY else id(parameter)
+    return key
+
+
+def _is_plain(value: Any, ours: _Parameters) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) not in ours and value.layout is torch.strided
+    if type(value) in (list, tuple, deque):
+        return all(_is_plain(item, ours) for item in value)
+    if type(value) is dict:
+        return all(
+            (type(key) in (str, int) or id(key) in ours) and _is_plain(item, ours) for key, item in value.items()
+        )
     return value is None or type(value) in (bool, int, float, complex, str)
 
 
-def _holds_tensors(value: Any, parameters: set[int]) -> bool:
-    if isinstance(value, Tensor):
+def _holds_tensors(value: Any, parameters: _Parameters) -> bool:
+    if isinstance(value, (Tensor, Optimizer, *GENERATORS)):
         return id(value) not in parameters
     if isinstance(value, dict):
         return any(_holds_tensors(item, parameters) for item in value.values())

@@ -108,6 +108,7 @@ class TrainState:
             tensors |= {f"ema/{name}": tensor for name, tensor in averaged.items()}
         rest: dict[str, Any] = {
             "optimizer_attributes": hidden_state.attributes(parts.optimizer),
+            "generators": hidden_state.generators_of({"": parts.model, **_auxiliary(parts)}),
             "num_committed": num_committed,
             "optimizer": optimizer,
             "scheduler": parts.schedule.state_dict(),
@@ -141,6 +142,7 @@ class TrainState:
         parts.schedule.load_state_dict(rest["scheduler"])
         self._restore_optimizer(parts.optimizer, rest["optimizer"])  # last: the learning rates are in its groups
         hidden_state.restore(parts.optimizer, rest.get("optimizer_attributes", {}))
+        hidden_state.restore_generators({"": parts.model, **_auxiliary(parts)}, rest.get("generators", {}))
         parts.precision.load_state_dict(rest["scaler"])
         if parts.ema is not None:
             self._restore_ema(parts.ema)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.text import printable, prints_to_terminal
 from .flags import config_arguments, load
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def show(loaded: LoadedConfig, origin: bool, docs: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_valid_json(to_public_dict(loaded.config)), indent=2, ensure_ascii=False))
     else:
-        click.echo(to_yaml(loaded.config, loaded.origins if origin else None, docs), nl=False)
+        text = to_yaml(loaded.config, loaded.origins if origin else None, docs)
+        click.echo(printable(text) if prints_to_terminal() else text, nl=False)
 
 
 @command.command()

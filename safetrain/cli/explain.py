@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.text import printable
 from .flags import config_arguments
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def command(loaded: LoadedConfig) -> None:
       safetrain explain quickstart
       safetrain explain my.yaml ~guards.clip
     """
-    click.echo("\n".join([*_loop(loaded.config), "", *_guards(loaded)]))
+    click.echo(printable("\n".join([*_loop(loaded.config), "", *_guards(loaded)])))
 
 
 def _loop(config: Config) -> list[str]:

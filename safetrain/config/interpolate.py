@@ -20,7 +20,7 @@ def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | No
     What holds a value of the environment is added to `private`, as it should be shown to others: not resolved.
     """
     found_at: list[KeyPath] = []
-    variables = {name: os.environ.get(name, "") for name in _variables_in(tree)}
+    variables = {name: os.environ.get(name, "") for name in variables_in(tree)}
 
     def note_private(node: Node, path: KeyPath, written: str) -> Node:
         if private is not None and TARGET not in path and isinstance(node.value, (str, int, float)):
@@ -31,6 +31,16 @@ def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | No
                 for name in found:
                     private[path] = private[path].replace(variables[name], f"${{oc.env:{name}}}")
         return node
+
+    def note_private_parts(made: Node, path: KeyPath, written: str) -> None:
+        """Of a list or a section that was made from a variable, the parts show nothing of how they were written."""
+        inside = [] if private is None else [node for _, node in leaves(made)]
+        if private is None or any(below[-1:] == (TARGET,) for below, _ in leaves(made)):
+            return
+        texts = str([plain(node) for node in inside])
+        values = [part for value in variables.values() for part in _parts_of(value)]
+        if ENVIRONMENT.search(written) or any(part in texts for part in values):
+            private[path] = written
 
     def without_unreadable(node: Node, path: KeyPath) -> Node:
         """OmegaConf refuses a whole tree for one syntax error: find them one by one."""
@@ -67,6 +77,8 @@ def interpolate(tree: Node, problems: Problems, private: dict[KeyPath, str] | No
         if not variables:
             return made
         written = node.value if not isinstance(made.value, (dict, list)) else ""
+        if not written:
+            note_private_parts(made, path, node.value)
         return rewrite(made, lambda below, rest: note_private(below, (*path, *rest), written))
 
     tree = rewrite(tree, without_unreadable)
@@ -119,9 +131,15 @@ def _explosion(tree: Node) -> str | None:
     return None
 
 
-def _variables_in(tree: Node) -> set[str]:
+def variables_in(tree: Node) -> set[str]:
+    """Names of variables of the environment that interpolations read, as far as they are written out."""
     texts = [node.value for _, node in leaves(tree) if isinstance(node.value, (str, list))]
     return {name for text in texts for name in ENVIRONMENT.findall(str(plain(Node(text, tree.place))))}
+
+
+def _parts_of(value: str) -> list[str]:
+    """What `oc.decode` may take a variable apart into."""
+    return [part for part in re.split(r"[\[\]{},:\s'\"]+", value) if len(part) > 3]
 
 
 def _is_interpolation(node: Node) -> bool:

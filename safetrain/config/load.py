@@ -17,9 +17,9 @@ from ..core.fields import fields_of
 from ..core.options import config_attribute, config_key
 from ..errors import ConfigError
 from ..guards import DEFAULT, REGISTRY
-from .interpolate import interpolate
+from .interpolate import interpolate, variables_in
 from .merge import Override, apply_overrides, merge
-from .private import keep_private
+from .private import hidden, keep_private, secrets_in
 from .schema import Config
 from .sources import FileReader, find_config
 from .targets import with_absolute_targets
@@ -70,11 +70,14 @@ def load(source: Source = None, overrides: Iterable[str | Override] = ()) -> Loa
     tree = apply_overrides(tree, defaults, changes, problems)
     tree = _named_after_file(tree, path)
     private: dict[KeyPath, str] = {}
+    variables = variables_in(tree)
     tree = with_absolute_targets(interpolate(tree, problems, private))
     tree = tree.having("guards", complete_guards(tree.value["guards"], defaults, problems))
+    resolved = plain(tree) if private else {}
     tree = validate(tree, problems)
     if problems:
-        raise ConfigError(problems)
+        secrets = secrets_in(resolved, private, variables)
+        raise ConfigError([hidden(problem, secrets) for problem in problems])
     origins = {dotted(key): node.place.origin for key, node in leaves(tree)}
     config = _typed(tree)
     vars(config)[_CHECKED] = repr(config)

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.spelling import suggest
 from ..guards import DEFAULT, REGISTRY
 from .schema import Config
-from .tree import TARGET, KeyPath, Node, Place, Problems, YamlError, dotted, from_python, from_yaml
+from .tree import MAX_DEPTH, TARGET, KeyPath, Node, Place, Problems, YamlError, dotted, from_python, from_yaml
 
 SECTIONS = {(f.name,) for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)}
 GUARDS = ("guards",)
@@ -71,6 +71,8 @@ class Override:
             override = cls(key, _Yaml(value), text=text)
         if not override.path:
             raise ValueError("the key is missing; expected key=value, or ~key to delete")
+        if len(override.path) > MAX_DEPTH:
+            raise ValueError(f"its key is more than {MAX_DEPTH} levels deep; a config is not")
         return override
 
     @property

@@ -7,8 +7,9 @@ of each value, so that a resume under another environment is noticed.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .schema import Config
@@ -60,6 +61,24 @@ def read_digests(text: str) -> dict[str, str]:
 
 def digest(key: str, value: Any) -> str:
     return hashlib.sha256(f"{key}={value}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def secrets_in(data: Any, written: Mapping[KeyPath, str], variables: Iterable[str]) -> dict[str, str]:
+    """Values of the environment, each with how it was written: those of these variables, and what is at these places of `data`."""
+    found = {os.environ[name]: f"${{oc.env:{name}}}" for name in variables if name in os.environ}
+    for path, text in written.items():
+        found.setdefault(str(_find(data, path)), text)
+    return {value: text for value, text in found.items() if len(value) > 3}
+
+
+def hidden(message: str, secrets: Mapping[str, str]) -> str:
+    """The message with how they were written instead of the values. A long one may be quoted in part."""
+    for value, text in sorted(secrets.items(), key=lambda item: -len(item[0])):
+        for form in (value, repr(value)[1:-1]):
+            message = message.replace(form, text)
+        if len(value) > 20:
+            message = re.sub(re.escape(repr(value)[1:21]) + r"[^\s'\"]*", lambda _, text=text: text, message)  # type: ignore[misc]
+    return message
 
 
 def _find(data: Any, path: KeyPath) -> Any:

@@ -79,7 +79,9 @@ def _peak_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 def numbers_of(tensor: Tensor) -> Tensor:
     """The numbers that a tensor stores: those of a sparse one, and in a type that norms are defined for."""
-    if tensor.layout is not torch.strided:
+    if tensor.is_mkldnn:
+        tensor = tensor.to_dense()
+    elif tensor.layout is not torch.strided:
         tensor = sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
     return tensor.float() if tensor.element_size() == 1 else tensor  # float8
 

@@ -115,19 +115,26 @@ def _same(one: Any, other: Any) -> bool:
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def state_of_generator(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def restorer_of_generator(generator: Any) -> Callable[[], None]:
     """What gives a generator the state again that it has now."""
-    if isinstance(generator, torch.Generator):
-        return partial(_set_torch_state, generator, generator.get_state())
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state(legacy=False))
-    return partial(generator.setstate, generator.getstate())
-
-
-def _set_torch_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
+    return partial(restore_generator, generator, state_of_generator(generator))
 
 
 def seed_everything(seed: int) -> None:

@@ -104,3 +104,40 @@ def test_short_values_that_other_interpolations_happen_to_hold_stay(monkeypatch:
     config = load_config({"model": node, "loop": {"grad_accum": 2}})
     assert config.model == {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
     assert private_keys(config) == ["model.in_features"]
+
+
+@pytest.mark.parametrize(
+    "url", ['"${oc.decode:${oc.env:PARTS}}"', '"${data.train.more}", more: "${oc.decode:${oc.env:PARTS}}"']
+)
+def test_parts_of_a_variable_are_not_written(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTS", f"{{first: {SECRET}, second: [{SECRET}, 2]}}")
+    Path("d.yaml").write_text(f"data: {{train: {{_target_: './parts_for_private.py:Data', token: x, url: {url}}}}}")
+    config = load_config("d.yaml")
+    assert config.data.train is not None
+    assert config.data.train["url"] == {"first": SECRET, "second": [SECRET, 2]}
+    text = to_yaml(config)
+    assert SECRET not in text
+    Path("written.yaml").write_text(text)
+    assert load_config("written.yaml").data.train == config.data.train
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ("seed: ${oc.env:HF_TOKEN}", "${oc.env:HF_TOKEN}"),
+        ("loop: {precision: '${oc.env:${oc.env:WHICH}}'}", "${oc.env:${oc.env:WHICH}}"),
+        ("model: {_target_: './${oc.env:HF_TOKEN}.py:Net'}", "${oc.env:HF_TOKEN}.py"),
+        ("seed: ${oc.env:LONG}", "${oc.env:LONG}"),
+        ("seed: ${oc.env:QUOTED}", "${oc.env:QUOTED}"),
+        ("model: {_target_: torch.nn.Linear, a: '${oc.env:HF_TOKEN}', b: '${${model.a}}'}", "${oc.env:HF_TOKEN}"),
+    ],
+)
+def test_an_error_shows_how_a_value_was_written(config: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHICH", "HF_TOKEN")
+    monkeypatch.setenv("LONG", SECRET * 50)
+    monkeypatch.setenv("QUOTED", f"{SECRET}'\"\\")
+    Path("d.yaml").write_text(config)
+    with pytest.raises(ConfigError) as caught:
+        load_config("d.yaml")
+    assert SECRET not in str(caught.value)
+    assert shown in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,49 @@ def test_what_an_optimizer_keeps_outside_its_state(make_trainer: Make, tmp_path:
     assert resumed.optimizer.seen == list(resumed.model.parameters())
 
 
+class Averaging(torch.optim.SGD):
+    """With what is found by parameter, random generators, and another optimizer inside."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.by_parameter: dict[Tensor, Tensor] = {}
+        self.by_id: dict[int, Tensor] = {}
+        self.noise = torch.Generator().manual_seed(1)
+        self.others = np.random.default_rng(2)
+        self.chance = random.Random(3)
+        self.inner = torch.optim.Adam([p for group in self.param_groups for p in group["params"]], lr=1e-3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            for averages, key in ((self.by_parameter, parameter), (self.by_id, id(parameter))):
+                average = averages.setdefault(key, torch.zeros_like(parameter))  # type: ignore[attr-defined]
+                average.lerp_(parameter.grad, 0.1)
+                parameter.sub_(average, alpha=1e-3)
+            noise = torch.randn(parameter.shape, generator=self.noise)
+            parameter.add_(noise, alpha=1e-3 * float(self.others.normal()) * self.chance.random())
+        self.inner.step()
+        return super().step(closure)
+
+
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.noise))
+
+
+def test_generators_inner_optimizers_and_what_is_kept_by_parameter(make_trainer: Make, tmp_path: Path) -> None:
+    same_after_a_resume(make_trainer, tmp_path, Noisy, optimizer=Averaging)
+
+
 def test_what_an_optimizer_keeps_and_nobody_can_save_is_said(make_trainer: Make, tmp_path: Path) -> None:
     class Hidden(torch.optim.SGD):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, lr=0.01)
-            self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+            self.slow = {(p,): p.detach().clone() for group in self.param_groups for p in group["params"]}
 
     trainer = make_trainer(nn.Linear(3, 1), train_data=data()[:4], optimizer=Hidden, run_dir=tmp_path / "run")
     trainer.fit()
