@@ -45,7 +45,7 @@ class Doubt(enum.Enum):
     BRANCHES = "branches"
     """Short runs from here and from an earlier state are compared, and one from the earlier state is clearly better."""
     DEAD = "dead"
-    """No weight gets a gradient from any of the newest batches, nor from the hardest one lately."""
+    """The outputs of the model depend on no weight, for none of the newest batches and not for the hardest one lately."""
 
 
 @dataclass(frozen=True)

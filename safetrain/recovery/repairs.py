@@ -21,6 +21,7 @@ from ..precision.compiled import lowers_islands
 from ..step.step import Step
 from ..tensors.rng import undisturbed_rng
 from ..tensors.sharded import is_sharded
+from .dead import is_dead
 from .initial import all_layers, odd_layers, reinitialise
 from .last_good import LastGood
 from .refused_step import RefusedStep
@@ -96,9 +97,13 @@ class Repairs:
         if case.may_restart and not case.is_late and self._confirms_a_doubt(case):
             return False
         doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}
-        if Doubt.DEAD in doubts and (dead := trials.is_dead(case)):
-            case.state_problem = dead
-            return False
+        if Doubt.DEAD in doubts:
+            windows = {
+                id(window): window for window in (case.window, *self.last_good.recent(), *self.last_good.judged())
+            }
+            if is_dead(self._step, list(windows.values()), case.random_state):
+                case.state_problem = f"the outputs depend on no weight, for any of {len(windows)} batches tried"
+                return False
         problem = "the loss stays high" if Doubt.BRANCHES in doubts else None
         if problem is None and Doubt.TRIAL in doubts:
             problem = trials.state_is_suspect(case)

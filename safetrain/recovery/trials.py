@@ -19,7 +19,6 @@ from ..checkpoint.state import TrainState
 from ..core.verdict import Action, Decision
 from ..core.view import StepView
 from ..step.step import Outcome, Step
-from ..tensors import gradients
 from ..tensors.nest import copied
 from ..tensors.rng import undisturbed_rng
 from .last_good import LastGood
@@ -38,8 +37,6 @@ REST = 300
 """Steps after a comparison of branches that found nothing until the next one; twice as many each time."""
 ALLOWANCE, SHARE = 2 * STEPS, 0.005
 """Steps of branches that may be spent on finding nothing: some at once, and a share of all steps."""
-DEAD = 1e-9
-"""Share by which the loss would change if the weights did by as much as they are: below it they get practically no gradient."""
 ALTERNATING = 1000
 """Steps in which a stretch of other data is undone once at most."""
 
@@ -116,37 +113,6 @@ class Trials:
             step.transaction.expect_weights()
         step.undo(case.view.loss_scale)
         return harm
-
-    # ---- a dead network ----------------------------------------------------------------------------------------
-
-    def is_dead(self, case: RefusedStep) -> str | None:
-        """What shows that nothing can be learned: no weight gets a gradient from any remembered window. None if one of them does.
-
-        Biases do not count: that of the last layer has a gradient in a network whose other layers are all dead.
-        """
-        step, good = self._step, self.last_good
-        windows = {id(window): window for window in (case.window, *good.recent(), *good.judged())}
-        trained = [p for p in step.parameters if p.requires_grad]
-        weights = [p for p in trained if p.dim() > 1] or trained
-        size = gradients.global_norm([p.detach() for p in weights])
-        without = []
-        """For each window: 1 if its loss is not 0 and gives no gradient."""
-        for window in windows.values():
-            step.transaction.rewind()
-            try:
-                with step.exchange.alone(step):
-                    measurement = step.attempt([copied(batch) for batch in window])
-                norm = gradients.global_norm(gradients.collect(weights))
-                loss = measurement.losses_and_norm()[:-1].mean()
-                without.append(((norm * size <= DEAD * loss.abs()) & (loss != 0)).float())
-            except Exception:
-                if step.exchange.world_size == 1:
-                    raise
-                without.append(torch.zeros((), device=step.device))  # the other ranks wait for an answer
-            step.undo(case.view.loss_scale)
-        if float(step.exchange.mean(torch.stack(without)).min()) < 1.0:
-            return None
-        return f"no weight gets a gradient from any of {len(windows)} batches tried"
 
     # ---- going back --------------------------------------------------------------------------------------------
 
