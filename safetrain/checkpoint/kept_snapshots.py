@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .copies import Copy
+from .frozen_file import FrozenFile
 from .manifest import Damaged
 from .snapshots import Snapshot, SnapshotRing
 from .soundness import peaks_of
@@ -31,8 +32,8 @@ Moment = tuple[int, ...]
 
 
 class KeptSnapshots:
-    def __init__(self, run_dir: Path, warn: Callable[[str], None]) -> None:
-        self._store, self._warn = CheckpointStore(run_dir / DIRECTORY), warn
+    def __init__(self, run_dir: Path, frozen: FrozenFile, warn: Callable[[str], None]) -> None:
+        self._store, self._warn = CheckpointStore(run_dir / DIRECTORY, frozen), warn
         self._taken: dict[int, Moment] = {}
         """When the snapshots were taken, by their step."""
         self._saved: dict[Moment, Path] = {}
@@ -99,7 +100,7 @@ class KeptSnapshots:
                     missing.append(f"{marks['step']} ({problem})")
                     continue
             memory = Copy()
-            kept = Snapshot(marks["step"], memory, memory.take(state), peaks_of(state.tensors))
+            kept = Snapshot(marks["step"], memory, memory.take(state, ring.kept(state)), peaks_of(state.tensors))
             kept.num_healthy, kept.trusted, kept.used = marks["num_healthy"], marks["trusted"], marks["used"]
             if marks["is_first"]:
                 ring.first = kept

@@ -30,7 +30,6 @@ from .group_store import open_store
 from .hidden_state import warn_of_unsaved
 from .host_memory import host_memory
 from .kept_snapshots import KeptSnapshots
-from .manifest import Damaged, read_manifest
 from .rescue import write_newest_trusted
 from .rotation import chosen
 from .saver import Saver
@@ -85,8 +84,8 @@ class CheckpointPolicy:
             )
             self._saver = Saver(self._store, self._config.async_, self._published, tidy)
         self._kept_snapshots: KeptSnapshots | None = None
-        if self._config.enabled and self._config.save_snapshots and num_processes() == 1:
-            self._kept_snapshots = KeptSnapshots(run.shared_dir, run.warn)
+        if self._saver is not None and self._config.save_snapshots and num_processes() == 1:
+            self._kept_snapshots = KeptSnapshots(run.shared_dir, self._store.frozen, run.warn)
         self._ring: list[dict[str, Any]] = []
         self._unsaved: set[str] = set()
         self._used: set[int] = set()
@@ -114,6 +113,7 @@ class CheckpointPolicy:
             with as_saved(resumed.path), noting_settings(self._parts.optimizer, self._run.warn):
                 resumed.state.restore_progress(self._progress)
                 resumed.state.restore_training(self._parts)
+            self._store.remember(resumed)
             resumed.state.tensors.clear()  # they are the model's now; no need for two copies
             self._saved = self._moment()
             self._saved_steps = self._run.result.steps
@@ -131,7 +131,7 @@ class CheckpointPolicy:
         if saved is None or self._kept_snapshots is None or self._config.snapshot_every is None:
             return
         now = TrainState.gather(self._parts, self._run.result.steps)
-        self._fit_into_memory(now.num_bytes)
+        self._fit_into_memory(now)
         self._kept_snapshots.restore(resumed.path, saved["snapshots"], self.snapshots, now, self._moment())
         self._used, self._snapshot_steps = set(saved["used"]), saved["snapshot_steps"]
 
@@ -208,7 +208,7 @@ class CheckpointPolicy:
                 "used": sorted(self._used),
                 "snapshot_steps": self._snapshot_steps,
             }
-        self._saver.save(state, self._about())
+        self._saver.save(state, self._about(), self.snapshots.kept)
 
     def _published(self, path: Path) -> None:
         self._store.point("last", path)
@@ -234,15 +234,14 @@ class CheckpointPolicy:
         }
 
     def _guarded(self, action: Callable[[], object], required: bool = False) -> Verdict | None:
-        """Do something that writes; an OSError ends the run only if `required` or on_error=stop."""
+        """An OSError ends the run only if `required` or on_error=stop."""
         try:
             action()
         except BadState as bad:
             return self._unsound(bad.problems)
         except OSError as error:
             self._saved = None
-            newest = self._store.paths()[-1:]
-            kept = f"the newest one, {newest[0].name}, is intact" if newest else "there is none yet"
+            kept = next((f"the newest one, {p.name}, is intact" for p in self._store.paths()[-1:]), "there is none yet")
             message = f"a checkpoint could not be written at step {self._run.step}: {error}; {kept}"
             if required or self._config.on_error == "stop":
                 raise CheckpointError(
@@ -291,20 +290,20 @@ class CheckpointPolicy:
                     saver.wait()
                 except (OSError, BadState) as problem:
                     self._run.warn(f"the last checkpoint could not be written: {problem}")
-            numbers = {"num_saved": saver.num_saved, "seconds_blocked": round(saver.seconds_blocked, 4)}
-            self._run.result.checkpoints = {**numbers, **self._verified()}
+            seconds = round(saver.seconds_blocked, 4)
+            self._run.result.checkpoints = {
+                "num_saved": saver.num_saved,
+                "seconds_blocked": seconds,
+                **self._verified(),
+            }
 
     def _verified(self) -> dict[str, Any]:
         """The newest checkpoint, read again and compared with what was written."""
-        newest = self._store.paths()[-1:] if process_rank() == 0 else []
-        if not newest:
+        if process_rank() != 0 or not (newest := self._store.paths()[-1:]):
             return {}
-        try:
-            read_manifest(newest[0]).verify_files(newest[0])
-        except Damaged as problem:
+        if (problem := self._store.problem_of(newest[0])) is not None:
             self._run.warn(f"the newest checkpoint, {newest[0].name}, is damaged: {problem}")
-            return {"newest": newest[0].name, "verified": False}
-        return {"newest": newest[0].name, "verified": True}
+        return {"newest": newest[0].name, "verified": problem is None}
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -318,7 +317,7 @@ class CheckpointPolicy:
             progress, about = (self._progress, self._about()) if may_be_lost else (None, None)
             state = TrainState.gather(self._parts, self._run.result.steps, progress)
             if self.snapshots.first is None:
-                self._fit_into_memory(state.num_bytes)
+                self._fit_into_memory(state)
             audit = self.snapshots.take(
                 self._run.step,
                 state,
@@ -348,13 +347,14 @@ class CheckpointPolicy:
 
     def _written_in_forward(self, state: TrainState) -> set[str]:
         """What a forward pass may write, which comes before the next update."""
-        written = {f"model/{name}" for name in self._parts.written_in_forward}
-        return {name for name in state.tensors if name.startswith("transient/")} | set(state.rest["buffers"]) | written
+        written = {*state.rest["buffers"], *(f"model/{name}" for name in self._parts.written_in_forward)}
+        return written | {name for name in state.tensors if name.startswith("transient/")}
 
-    def _fit_into_memory(self, num_bytes: int) -> None:
+    def _fit_into_memory(self, state: TrainState) -> None:
         if (total := host_memory()) is None:
             return
-        room = min(gather(int(MEMORY_SHARE * total / max(num_bytes, 1)) - 1))
+        num_bytes = state.num_bytes - (shared := state.num_frozen_bytes)
+        room = min(gather(int((MEMORY_SHARE * total - shared) / max(num_bytes, 1)) - 1))
         if room < self._config.snapshots:
             size = max(room, 1)
             self.snapshots = SnapshotRing(size, self._config.trust_after)

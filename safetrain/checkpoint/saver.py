@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .copies import Copy
 from .state import TrainState
 from .store import CheckpointStore
@@ -31,7 +33,8 @@ class Saver:
         self.num_saved = 0
         self.seconds_blocked = 0.0
 
-    def save(self, state: TrainState, about: dict[str, Any]) -> None:
+    def save(self, state: TrainState, about: dict[str, Any], kept: Callable[[TrainState], dict[str, Tensor]]) -> None:
+        """`kept`: the values of a state that need not be copied."""
         begin = time.perf_counter()
         try:
             self.wait()
@@ -39,7 +42,7 @@ class Saver:
                 self._write(state, about)
                 self._start(self._tidy)
             else:
-                copied = self._copy.take(state)
+                copied = self._copy.take(state, kept(state))
                 self._start(lambda: self._write(copied, about, tidy=True))
         finally:
             self.seconds_blocked += time.perf_counter() - begin

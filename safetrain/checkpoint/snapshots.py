@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from ..distributed.comm import gather, num_processes
 from ..tensors.checksum import checksums
 from ..tensors.sharded import any_dtensor
@@ -93,7 +95,7 @@ class SnapshotRing:
             if audit.problems:
                 return audit
             self.order()
-            kept = self._frozen.values_of(state.tensors, state.rest.get("frozen", ()))
+            kept = self.kept(state)
             memory = Copy() if self.first is None else self._free_memory()
             copied = memory.take(state, kept, None if self.first is None else at_once)
             snapshot = Snapshot(step, memory, copied, peaks, trusted=self._trust_after == 0, about=about)
@@ -106,6 +108,10 @@ class SnapshotRing:
             return audit
         finally:
             self.seconds += time.perf_counter() - begin
+
+    def kept(self, state: TrainState) -> dict[str, Tensor]:
+        """Its weights that are not trained, of which one copy is enough."""
+        return self._frozen.values_of(state.tensors, state.rest.get("frozen", ()))
 
     def order(self) -> None:
         """Call it before the state is written again: the device finishes the newest copy first. The host waits for nothing."""

@@ -215,6 +215,11 @@ class TrainState:
         """In this process."""
         return sum(local(tensor).nbytes for tensor in self.tensors.values())
 
+    @property
+    def num_frozen_bytes(self) -> int:
+        """Of the weights that are not trained, in this process: of these one copy is enough."""
+        return sum(local(self.tensors[name]).nbytes for name in self.rest.get("frozen", ()) if name in self.tensors)
+
     def part(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part, by their own names."""
         prefix = f"{name}/"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..core.files import sync
 from ..errors import CheckpointError
-from ..tensors.checksum import checksums
+from .frozen_file import FrozenFile
 from .manifest import NAME, Damaged, Manifest, UnknownSchema, checksum, read_manifest
 from .plain import load_plain
 from .shards import METADATA, plain_memory, read_shards
@@ -62,37 +62,11 @@ class Loaded:
     """Newer checkpoints that could not be used, with the reason."""
 
 
-class FrozenFile:
-    """Weights that are not trained, in one file that all checkpoints link to, as long as their bits stay the same."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._sums: dict[str, int] = {}
-        self._new_sums: dict[str, int] = {}
-        self._about: dict[str, Any] = {}
-
-    def written_to(self, path: Path, about: dict[str, Any]) -> None:
-        self._path, self._sums, self._about = path, self._new_sums, about
-
-    def link(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-        """Put the same file there; its size and checksum. None: these are other weights, or the file system has no links."""
-        self._new_sums = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
-        if self._path is None or self._new_sums != self._sums:
-            return None
-        try:
-            os.link(self._path, path)
-            is_whole = path.stat().st_size == self._about["bytes"]
-        except (OSError, NotImplementedError):
-            return None
-        if not is_whole:
-            path.unlink()
-        return self._about if is_whole else None
-
-
 class CheckpointStore:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, frozen: FrozenFile | None = None) -> None:
+        """`frozen`: of another store of the same run, so that both link to the same file."""
         self.directory = directory
-        self._frozen = FrozenFile()
+        self.frozen = FrozenFile() if frozen is None else frozen
 
     def paths(self) -> list[Path]:
         """All complete checkpoints, oldest first."""
@@ -115,14 +89,14 @@ class CheckpointStore:
         final, temporary = self.new_names(about["step"])
         try:
             temporary.mkdir()
-            files, problems = _write_files(temporary, state, self._frozen)
+            files, problems = _write_files(temporary, state, self.frozen)
             if problems:
                 raise BadState(problems)
             write_bytes(temporary / NAME, Manifest(**about, files=files).render().encode())
             sync_directory(temporary)
             os.rename(temporary, final)
             if FROZEN in files:
-                self._frozen.written_to(final / FROZEN, files[FROZEN])
+                self.frozen.written_to(final / FROZEN, files[FROZEN])
             sync_directory(self.directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -167,7 +141,9 @@ class CheckpointStore:
         doomed = [path for path, _ in sound if path not in kept]
         if doomed:
             try:
-                manifest.verify_files(newest)
+                # A file that all of them share is not lost with those that are deleted.
+                own = [n for n in manifest.files if n != FROZEN or not all(_is_same(newest / n, p / n) for p in doomed)]
+                manifest.verify_files(newest, own)
             except Damaged:
                 return
         for path in doomed:
@@ -197,7 +173,22 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 os.rename(self.directory / name, self.directory / f"{name}.damaged")
 
+    def remember(self, loaded: Loaded) -> None:
+        """Weights that are not trained are in its file already, and need not be written again."""
+        if FROZEN in loaded.manifest.files:
+            own = _by_own_name(_frozen_tensors(loaded.state))
+            self.frozen.loaded_from(loaded.path / FROZEN, own, loaded.manifest.files[FROZEN])
+
     # ---- reading -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def problem_of(path: Path) -> Damaged | None:
+        """Read again, and compared with what was written."""
+        try:
+            read_manifest(path).verify_files(path)
+        except Damaged as problem:
+            return problem
+        return None
 
     def load(self, path: Path) -> Loaded:
         """Verify and load. Raises Damaged."""
@@ -330,7 +321,7 @@ def _write_files(
     files: dict[str, dict[str, Any]] = {}
     suspects = dict(odd)
     if frozen:
-        by_own_name = {name.partition("/")[2]: tensor for name, tensor in frozen.items()}
+        by_own_name = _by_own_name(frozen)
         if (linked := shared.link(directory / FROZEN, by_own_name)) is not None:
             files[FROZEN] = linked
         else:
@@ -351,6 +342,17 @@ def _frozen_tensors(state: TrainState) -> dict[str, Tensor]:
     names = set(state.rest.get("frozen", ()))
     found = {name: tensor for name, tensor in state.tensors.items() if name in names and is_storable(tensor)}
     return found if sum(tensor.nbytes for tensor in found.values()) >= SHARED_FROM else {}
+
+
+def _by_own_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.partition("/")[2]: tensor for name, tensor in tensors.items()}
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 def write_rest(path: Path, rest: dict[str, Any], odd: dict[str, Tensor]) -> dict[str, Any]:

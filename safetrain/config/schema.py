@@ -31,8 +31,8 @@ class DataConfig:
     """How samples are put into a batch, for data given as a Dataset: the `_target_` of a function of a list of samples, or of a class whose
     instances are called with it. Without it, torch's default."""
     skip_unreadable: bool = False
-    """Leave out samples whose reading raises, for data given as a Dataset: each is named, listed in `quarantine.jsonl`, and not asked for
-    again. When more than 5% of those read so far raise, the run ends. `false`: the first one ends the run."""
+    """Leave out samples whose reading raises, of a Dataset or a DataLoader over one: each is named, listed in `quarantine.jsonl`, and not
+    asked for again. When more than 5% of those read so far raise, the run ends. `false`: the first one ends the run."""
     sharded: bool = False
     """With several processes: the data gives each of them its own part already (a `DistributedSampler` is recognised without this).
     Otherwise every process is given all of the data, and takes its own part of it."""
@@ -142,7 +142,7 @@ class RecoveryConfig:
     max_bad_share: float | None = option(0.03, gt=0.0, lt=1.0)
     """When more than this share of the samples of the last 100 steps were bad (or half of the steps, where the samples at fault are
     not known), the run stops and says what they have in common: repairs must not become the rule. It also stops when all of the first
-    8 steps are bad. null: repair and skip for as long as the other budgets last."""
+    8 steps are bad, or when the data read ahead shows at the first bad step that much of it is like that. null: repair and skip for as long as the other budgets last."""
     max_retries: int = option(50, ge=0)
     """Steps that may be run once more within `budget_steps`, because their fault may be transient."""
     max_healed: int = option(10_000, ge=0)

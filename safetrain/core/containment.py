@@ -51,3 +51,10 @@ def is_contained(error: Exception, part: object, what: str, instead: str) -> boo
 def _is_ours(part: object) -> bool:
     cls = part if isinstance(part, type) else type(part)
     return cls.__module__.partition(".")[0] == _PACKAGE
+
+
+def log_warning(text: str, is_shown: bool) -> None:
+    """`is_shown`: it is printed elsewhere. A program without logging then need not print it again."""
+    log = logging.getLogger("safetrain")
+    if log.hasHandlers() or not is_shown:
+        log.warning("%s", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
@@ -15,10 +16,28 @@ from ..errors import LossError, UsageError
 
 LossFn = Callable[[nn.Module, Any], Any]
 _NO_LOSS = torch.zeros(())
+OUTPUTS = {
+    "input",
+    "inputs",
+    "output",
+    "outputs",
+    "pred",
+    "preds",
+    "prediction",
+    "predictions",
+    "logits",
+    "scores",
+    "y_pred",
+    "y_hat",
+}
+TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "truth"}
 
 
 def adapt_loss(loss: Any) -> LossFn:
-    """Let a `loss(input, target)` such as `nn.CrossEntropyLoss()` be used on batches of (inputs, targets)."""
+    """Let a `loss(input, target)` such as `nn.CrossEntropyLoss()` be used on batches of (inputs, targets).
+
+    It is known by the names of its first two parameters, see `OUTPUTS` and `TARGETS`.
+    """
     if inspect.isclass(loss):
         raise UsageError(
             f"loss_fn is the class {loss.__name__}, not an instance of it.\nTo fix: pass {loss.__name__}(), with the arguments it takes."
@@ -30,7 +49,7 @@ def adapt_loss(loss: Any) -> LossFn:
         names = list(inspect.signature(called).parameters)
     except (TypeError, ValueError):  # a builtin
         return loss  # type: ignore[no-any-return]
-    if names[:2] != ["input", "target"]:
+    if len(names) < 2 or names[0].lower() not in OUTPUTS or names[1].lower() not in TARGETS:
         return loss  # type: ignore[no-any-return]
 
     def supervised_loss(model: nn.Module, batch: Any) -> Any:
@@ -43,6 +62,21 @@ def adapt_loss(loss: Any) -> LossFn:
         return loss(model(inputs), targets)
 
     return supervised_loss
+
+
+def note_of_arguments(loss: Any, model: nn.Module, error: Exception) -> None:
+    """Say what a loss is called with, if it raised because it was given the model where it expected outputs."""
+    if type(model).__name__ not in str(error) or not hasattr(error, "add_note"):  # Python 3.11
+        return
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    with contextlib.suppress(TypeError, ValueError):
+        names = list(inspect.signature(called).parameters)
+        if names and "model" not in names[0]:
+            error.add_note(
+                f"safetrain: loss_fn is called as loss_fn(model, batch), and this one takes ({', '.join(names)}).\n"
+                "To fix: name the first two parameters input and target, if it compares outputs with targets; or compute the outputs in it: "
+                "def loss_fn(model, batch)."
+            )
 
 
 def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
@@ -77,6 +111,10 @@ def split_loss(output: Any, where: str) -> tuple[Tensor, dict[str, Any]]:
 
 def split_metrics(output: Any, where: str) -> dict[str, Any]:
     """The metrics out of what an evaluation step returned: its loss, if there is one, and the scalars next to it."""
+    if isinstance(output, Real):
+        output = torch.tensor(float(output))
+    elif isinstance(output, Mapping) and isinstance(output.get("loss"), Real):
+        output = {**output, "loss": torch.tensor(float(output["loss"]))}
     if isinstance(output, Tensor) or not isinstance(output, Mapping) or "loss" in output:
         loss, metrics = split_loss(output, where)
         return {"loss": loss, **metrics}

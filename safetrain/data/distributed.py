@@ -29,7 +29,7 @@ class ShardedSource(Source):
 
     def __init__(self, whole: Source, rank: int, world_size: int) -> None:
         self._whole, self._rank, self.unit = whole, rank, world_size
-        self.one_shot = whole.one_shot
+        self.one_shot, self.unreadable = whole.one_shot, whole.unreadable
         self._random: RandomState | None = None
         """The random state of the data, separate from the model's."""
 
@@ -55,7 +55,7 @@ class ShardedSource(Source):
                 break
             yield group[self._rank]
         whole = self._whole
-        if isinstance(whole, LoaderSource) and not whole.data.drop_last and all(isinstance(g, list) for g in group):
+        if isinstance(whole, LoaderSource) and not whole.drop_last and all(isinstance(g, list) for g in group):
             samples = [index for batch in group for index in batch]
             if len(samples) >= self.unit:
                 begin, end = (len(samples) * share // self.unit for share in (self._rank, self._rank + 1))
@@ -99,7 +99,7 @@ class PreshardedSource(Source):
     """Data that already gives each process its own shard. The epoch ends on all processes when it ends on one."""
 
     def __init__(self, part: Source, world_size: int) -> None:
-        self._part, self.one_shot = part, part.one_shot
+        self._part, self.one_shot, self.unreadable = part, part.one_shot, part.unreadable
         self.world_size = world_size
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from ..errors import DataError
 from ..tensors.rng import RandomState, undisturbed_rng
 from .indices import LoaderIndices
 from .kinds import check_kind
+from .loaders import BATCHING, SAME_SETTINGS, batched, reading
 from .sampler import ResumableBatchSampler
 from .unreadable import Unreadable, open_collate
 
@@ -24,12 +25,6 @@ WORKERS = (
     "random numbers that the data set draws inside loader workers start over after a resume, because the workers do. "
     "If it draws any, seed them per sample (from its index and the epoch) to make a resume exact."
 )
-
-SAME_SETTINGS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    "prefetch_factor",
-)
-"""What a DataLoader that loads other indices of a data set has of the first one."""
 
 
 class Source:
@@ -44,6 +39,10 @@ class Source:
         "batches that are given as they are have no index in a data set; pass a Dataset, or a DataLoader over one"
     )
     """What to say where `ids` does not know the samples."""
+    follows: Sequence[str] = ()
+    """The options of the config's `data` that have an effect on it."""
+    unreadable: Unreadable | None = None
+    """Samples whose reading raises are left out by this."""
     world_size: int | None = None
     """For data that is already sharded: the number of processes. Only as many can resume in the middle of an epoch."""
 
@@ -75,6 +74,8 @@ class Source:
 class MapSource(Source):
     """A map-style data set: any position is reached at once."""
 
+    follows = (*BATCHING, "shuffle", "skip_unreadable")
+
     def __init__(self, data: Dataset[Any], config: DataConfig, shuffle: bool, seed: int, rank: int, world_size: int):
         self.data, self._seed = data, seed
         self.sampler = ResumableBatchSampler(
@@ -83,13 +84,14 @@ class MapSource(Source):
         self.unit = self.sampler.unit
         # A generator of its own: creating an iterator must not draw from the random state that the model uses.
         self._generator = torch.Generator()
-        self.unreadable = Unreadable(data, config.collate_fn) if config.skip_unreadable else None
+        collate = open_collate(config.collate_fn)
+        self.unreadable = Unreadable(data, collate) if config.skip_unreadable else None
         self.loader = DataLoader(
             data if self.unreadable is None else self.unreadable.samples,  # type: ignore[arg-type]
             batch_sampler=self.sampler,
             num_workers=config.num_workers,
             generator=self._generator,
-            collate_fn=open_collate(config.collate_fn) if self.unreadable is None else self.unreadable.collate,
+            collate_fn=collate if self.unreadable is None else self.unreadable.collate,
         )
         self._left_out_next: set[int] = set()
 
@@ -118,7 +120,7 @@ class MapSource(Source):
 
     def ids(self, position: int) -> Sequence[int] | None:
         ids = self.sampler.batch(position)
-        return ids if self.unreadable is None else [index for index in ids if index not in self.unreadable.known]
+        return ids if self.unreadable is None else self.unreadable.read_of(ids)
 
     def leave_out(self, ids: Iterable[int]) -> None:
         self._left_out_next.update(ids)
@@ -158,6 +160,10 @@ class IterableSource(Source):
     def __init__(self, data: Any) -> None:
         self.data = data
         self.one_shot = isinstance(data, Iterator)
+        if isinstance(data, DataLoader):
+            self.why_no_ids = (
+                "samples of an IterableDataset have no index; those of a Dataset with __getitem__ have one"
+            )
         self._at_start: dict[str, Any] | None = None
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
@@ -213,13 +219,16 @@ class LoaderSource(IterableSource):
 
     data: DataLoader[Any]
 
-    def __init__(self, data: DataLoader[Any]) -> None:
-        super().__init__(data)
-        self._own_indices = LoaderIndices(data)
+    def __init__(self, data: DataLoader[Any], skip_unreadable: bool = False) -> None:
+        self.drop_last, self.follows = data.drop_last, ("skip_unreadable",) if data.batch_sampler is not None else ()
+        self.unreadable = Unreadable(data.dataset, data.collate_fn) if skip_unreadable else None
+        super().__init__(data if self.unreadable is None else reading(data, self.unreadable))
+        self._own_indices = LoaderIndices(self.data)
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         self._own_indices.begin(position)
-        return super().open(epoch, position)
+        batches = super().open(epoch, position)
+        return batches if self.unreadable is None else self.unreadable.readable(batches, self)
 
     def open_shard(
         self, epoch: int, first: int, shard: Callable[[Iterator[Any]], Iterator[Any]], position: int
@@ -229,10 +238,12 @@ class LoaderSource(IterableSource):
         self._own_indices.begin(first)
         with self._random_state_of_epoch(epoch, first):
             indices = self._indices(first)
-        return self._load(self._own_indices.recorded(shard(indices), position))
+        batches = self._load(self._own_indices.recorded(shard(indices), position))
+        return batches if self.unreadable is None else self.unreadable.readable(batches, self)
 
     def ids(self, position: int) -> Sequence[int] | None:
-        return self._own_indices.at(position)
+        ids = self._own_indices.at(position)
+        return ids if self.unreadable is None or ids is None else self.unreadable.read_of(ids)
 
     def leave_out(self, ids: Iterable[int]) -> None:
         self._own_indices.leave_out(ids)
@@ -273,11 +284,15 @@ class LoaderSource(IterableSource):
         same = {name: getattr(loader, name) for name in SAME_SETTINGS}
         return iter(DataLoader(loader.dataset, generator=torch.Generator(), **same, **batching))
 
+    def samplers_of_its_own(self) -> list[Any]:
+        """Those that are not torch's, and may have a state that is not known."""
+        samplers = [sampler for sampler in _samplers(self.data) if sampler is not None]
+        return [sampler for sampler in samplers if not type(sampler).__module__.startswith("torch.")]
+
     def caveats(self) -> list[str]:
         order = [
             f"a resume is exact if the order that {type(sampler).__name__} gives depends only on its set_epoch and on the global random state."
-            for sampler in _samplers(self.data)
-            if sampler is not None and not type(sampler).__module__.startswith("torch.")
+            for sampler in self.samplers_of_its_own()
         ]
         return [*order, *([WORKERS] if self.data.num_workers else [])]
 
@@ -322,10 +337,10 @@ def open_source(
     """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return MapSource(data, config, shuffle, seed, rank, world_size)
-    if isinstance(data, IterableDataset) and not _is_stateful(data):
-        data = DataLoader(
-            data, batch_size=config.batch_size, drop_last=config.drop_last, num_workers=config.num_workers
-        )
+    if isinstance(data, IterableDataset):
+        source = open_source(batched(data, config), config, shuffle=shuffle, seed=seed)
+        source.follows = BATCHING
+        return source
     if _is_map_style(data):
         return MapSource(data, config, shuffle, seed, rank, world_size)
     if _is_stateful(data) and hasattr(data, "__iter__"):
@@ -333,8 +348,13 @@ def open_source(
     check_kind(data)
     if isinstance(data, (list, tuple)):
         return ListSource(data)
-    if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
-        return LoaderSource(data)
+    # One that is derived from it (torch_geometric's, say) is read by its indices, too, unless it makes its batches itself.
+    if (
+        isinstance(data, DataLoader)
+        and type(data).__iter__ is DataLoader.__iter__
+        and not isinstance(data.dataset, IterableDataset)
+    ):
+        return LoaderSource(data, config.skip_unreadable and data.batch_sampler is not None)
     if hasattr(data, "__iter__") or (callable(data) and not inspect.isclass(data)):
         return IterableSource(data)
     raise DataError(f"cannot train on data of type {type(data).__name__}: it is not iterable.\n{RE_ITERABLE}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,13 +80,16 @@ class Leaving(Protocol):
 class Unreadable:
     """Reads around samples that raise, and counts them."""
 
-    def __init__(self, data: Any, collate: Mapping[str, Any] | None) -> None:
-        self.samples, self.collate = _Samples(data), _Collate(open_collate(collate) or default_collate)
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.samples, self.collate = _Samples(data), _Collate(collate or default_collate)
         self.known: dict[int, str] = {}
         """Reasons by the index of the sample."""
         self.found: Callable[[int, str], None] = lambda index, reason: None
         """Called for each new one."""
         self._num_asked = 0
+
+    def read_of(self, ids: Iterable[int]) -> list[int]:
+        return [index for index in ids if index not in self.known]
 
     def readable(self, batches: Iterator[_Batch], source: Leaving) -> Iterator[Any]:
         for batch in batches:

@@ -197,7 +197,7 @@ def broadcast(loss: Tensor) -> Finding | None:
     compared, outputs = shape_of(node), None if source is None else shape_of(source)
     if compared is None or outputs is None or len(compared) != 2 or outputs != (compared[0], 1) or compared[1] <= 1:
         return None
-    text = f"outputs of shape {list(outputs)} were broadcast against targets of shape [{compared[1]}]: each is compared with all targets"
+    text = f"outputs of shape {list(outputs)} were broadcast against targets of shape [{compared[1]}]: each is compared with all targets (write targets.unsqueeze(1), or outputs.squeeze(1))"
     return Finding("loss_mismatch", text)
 
 

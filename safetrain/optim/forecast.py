@@ -49,6 +49,11 @@ class Forecast:
             last -= 1
         return last
 
+    def num_peaks(self) -> int:
+        """How often the rate goes up and down again."""
+        triples = zip(self.rates, self.rates[1:], self.rates[2:], strict=False)
+        return sum(before < here >= after for before, here, after in triples)
+
 
 def forecast(schedule: Schedule, num_steps: int) -> Forecast | None:
     """The rates of the next steps; None if the scheduler cannot be tried on a copy. Changes nothing."""
@@ -104,6 +109,8 @@ def doubt(schedule: Schedule, num_steps: int | None, num_epochs: int | None) -> 
         return Doubt(
             f"{in_steps}, but changes the rate only in the first {last} of them, as if it counted epochs", per_epoch
         )
+    if epochs > 1 and seen.num_peaks() > 2 * epochs:
+        return Doubt(f"{in_steps}, and the rate goes up and down {seen.num_peaks()} times", per_epoch)
     return None
 
 

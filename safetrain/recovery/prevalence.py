@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,10 @@ FIRST = 8
 FIRST_WHOLE = 3
 """The same, when every sample of each is bad: there is nothing to train on."""
 BAD_DATA = "bad_input_data"
+AHEAD = 16
+"""Batches of the data that are looked at when the first step is bad because of its data, or a label is out of range."""
+FEWEST_AHEAD = 5
+"""Samples among them that share what is bad and are no accident."""
 MANY = 0.5
 """Share of the steps that may be bad, where it is not known which samples are at fault."""
 
@@ -47,9 +52,13 @@ class Prevalence:
         self._num_in_a_row = 0
         """Bad steps from the very first one on."""
         self._fields: dict[str, _Field] = {}
+        self._has_looked = False
+        self.advice: str | None = None
+        """What to do about the data, once that is known."""
 
-    def note(self, case: RefusedStep) -> str | None:
-        """Count a refused step. Returns why the run should end, if bad steps have become the rule."""
+    def note(self, case: RefusedStep, ahead: Callable[[int], Iterable[Any]] = lambda count: ()) -> str | None:
+        """Count a refused step. Returns why the run should end, if bad steps have become the rule. `ahead`: reads so many batches of the
+        data without consuming them."""
         if self._limit is None or not case.is_step or case.is_late or not _is_bad_in_itself(case):
             return None
         step, guilty = case.view.step, case.guilty_samples
@@ -64,7 +73,68 @@ class Prevalence:
         if step == self._num_in_a_row:
             self._num_in_a_row += 1
         self._learn(case, guilty)
-        return self._too_many(step, size, is_whole)
+        return self._rule_of_the_data(case, is_whole, ahead) or self._too_many(step, size, is_whole)
+
+    def _rule_of_the_data(self, case: RefusedStep, is_whole: bool, ahead: Callable[[int], Iterable[Any]]) -> str | None:
+        """What is bad about this step's data is so in much of the rest, too: one incident is enough to say it."""
+        if (
+            self._has_looked
+            or case.incident.cause.label != BAD_DATA
+            or (shared := self._shared(case.view.error)) is None
+        ):
+            return None
+        kind, path, known = shared
+        if kind == NOT_FINITE and case.view.step > 0:  # nothing unusual about a few
+            return None
+        self._has_looked = True
+        lowest, highest = min(known.bad), max(known.bad)
+        is_below = kind == INTEGER and highest < 0
+        # When all samples were bad, no other shows where it begins: as far below as they are apart.
+        least = lowest if known.good or kind == NOT_FINITE else 2 * lowest - highest
+        num_bad = num_seen = 0
+        for values in [
+            v for batch in ahead(AHEAD) for p, k, v in _per_sample(batch, num_samples(batch)) if (p, k) == (path, kind)
+        ]:
+            for value in values:
+                is_bad = value <= highest if is_below else value >= least
+                num_bad, num_seen = num_bad + is_bad, num_seen + 1
+                (known.bad.update if is_bad else known.good.add)([value] if is_bad else value)
+        assert self._limit is not None
+        begins_at_one = (
+            kind == INTEGER and len(known.bad) == 1 and min(known.good, default=0) == 1 == lowest - max(known.good)
+        )
+        is_rule = num_bad >= FEWEST_AHEAD and num_bad > (MANY if is_whole else self._limit) * num_seen
+        if not is_rule and not (begins_at_one and num_seen >= 5 * lowest):
+            return None
+        if kind == NOT_FINITE:
+            self.advice = f"repair field {path!r} where it is read or computed"
+        elif begins_at_one:
+            self.advice = f"subtract 1 from field {path!r}: classes are counted from 0, and these go from 1 to {lowest}"
+        elif is_below:
+            self.advice = (
+                f"give the loss ignore_index={lowest} if these samples have no label, or leave them out of the data"
+            )
+        else:
+            self.advice = (
+                f"give field {path!r} values from 0 to one less than the model has scores, or the model more of them"
+            )
+        return self._said(f"{num_bad} of {num_seen} samples of the data are like this")
+
+    def _shared(self, error: BaseException | None) -> tuple[str, str, _Field] | None:
+        """The field by which the bad samples differ: by values that are not finite, or that are larger or smaller than all others
+        and named by the error (`Target 10 is out of bounds`)."""
+        named = set(map(int, re.findall(r"-?\d+", str(error or ""))))
+        for key, known in sorted(self._fields.items(), key=lambda item: item[0][:1] != NOT_FINITE):
+            kind, path = key[:1], key[1:]
+            if kind == NOT_FINITE and set(known.bad) == {True} and True not in known.good:
+                return kind, path, known
+            if (
+                kind == INTEGER
+                and named & set(known.bad)
+                and (not known.good or min(known.bad) > max(known.good) or max(known.bad) < min(0, *known.good))
+            ):
+                return kind, path, known
+        return None
 
     def _too_many(self, step: int, size: int, is_whole: bool) -> str | None:
         num_steps, num_bad = min(step + 1, SPAN), len(self._recent)

@@ -11,6 +11,7 @@ from ..config.schema import Config
 from ..core.incident import Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
+from ..data.ahead import read_ahead
 from ..data.quarantine import Quarantine
 from ..data.stream import BatchStream
 from ..guards.islands import Islands
@@ -111,6 +112,7 @@ class Recovery:
 
     def _climb(self, case: RefusedStep) -> None:
         if (reason := self._too_prevalent(case)) is not None:
+            case.incident.fix = self.prevalence.advice or case.incident.fix
             case.resolution = Resolution(Action.STOP, [reason])
             return
         case.resolution = self._count_samples(case, self.ladder.resolve(case, self.repairs))
@@ -119,8 +121,11 @@ class Recovery:
         """Why the run should end, because bad steps are the rule; the same on all ranks."""
         if case.decision.action is Action.STOP:
             return None
-        found = self._step.exchange.gather(self.prevalence.note(case))
+        found = self._step.exchange.gather(self.prevalence.note(case, self._ahead))
         return next((reason for reason in found if reason is not None), None)
+
+    def _ahead(self, count: int) -> list[Any]:
+        return read_ahead(self._stream.source, self._stream.epoch, count)
 
     def _count_samples(self, case: RefusedStep, resolution: Resolution) -> Resolution:
         """Note which samples of the data set the incident is about; those that keep coming back are left out later."""

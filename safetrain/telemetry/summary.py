@@ -24,8 +24,15 @@ def headline(result: FitResult) -> str:
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
     """Labels and texts; a row without a label continues the one before."""
+    if _has_nothing(result):  # what stopped it is all there is to say
+        return list(_incidents(result)) if result.incidents else []
     parts = (_stop, _best, _clipped, _incidents, _recovery, _interruptions, _permanent, _cost, _checkpoint)
     return [row for part in parts for row in part(result)]
+
+
+def _has_nothing(result: FitResult) -> bool:
+    """It ended before its first committed step: there is nothing to resume or to look at."""
+    return result.status in ("error", "stopped") and result.steps == result.steps_undone == 0 and not result.resumes
 
 
 def next_commands(result: FitResult) -> list[tuple[str, str]]:
@@ -38,6 +45,8 @@ def next_commands(result: FitResult) -> list[tuple[str, str]]:
         commands.append((f"safetrain resume {run}", "go on exactly where it was"))
     if result.incidents:
         commands.append((f"safetrain diagnose {run}", "the incidents at length, newest first"))
+    if _has_nothing(result):
+        return commands[-1:] if result.incidents else []
     return [
         *commands,
         (f"safetrain report {run}", "the whole run as one HTML page"),

@@ -98,8 +98,16 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, type):
+        raise UsageError(
+            f"optimizer is the class {optimizer.__name__}, not an instance of it.\n"
+            f"To fix: pass {optimizer.__name__}(model.parameters(), lr=…)."
+        )
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        raise UsageError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.\n"
+            "To fix: pass the optimizer itself; several are one by safetrain.optimizers.OptimizerGroup(name=…, other=…)."
+        )
     if isinstance(optimizer, LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times within one step, so a step cannot be judged before it moves the weights.\n"
@@ -126,6 +134,11 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer, evaluates: bool) -> No
     if isinstance(scheduler, type):
         raise UsageError(
             f"scheduler is the class {scheduler.__name__}, not an instance of it.\nTo fix: pass {scheduler.__name__}(optimizer, …)."
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UsageError(
+            f"scheduler is a {type(scheduler).__name__}, which has no step().\n"
+            "To fix: pass one scheduler; several are one by torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."
         )
     moved = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     if isinstance(moved, list) and not any(group is own for group in moved for own in optimizer.param_groups):

@@ -11,7 +11,7 @@ from ..config.schema import Config
 from ..config.targets import instantiate
 from ..config.tree import TARGET
 from ..core.incident import Incident
-from ..core.loss import LossFn
+from ..core.loss import LossFn, note_of_arguments
 from ..core.protocols import check_hooks
 from ..core.view import StepView
 from ..errors import UsageError
@@ -20,6 +20,7 @@ from ..optim.build import build_optimizer
 
 class TrainerHooks:
     config: Config
+    model: nn.Module
     loss_fn: LossFn | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -35,7 +36,11 @@ class TrainerHooks:
                 "there is nothing to compute the loss with.\n"
                 "To fix: pass loss_fn=…, set `loss` in the config, or define training_step in a subclass."
             )
-        return self.loss_fn(model, batch)
+        try:
+            return self.loss_fn(model, batch)
+        except (TypeError, AttributeError) as error:
+            note_of_arguments(self.loss_fn, self.model, error)
+            raise
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
         """Loss and metrics of an evaluation batch; by default what `training_step` returns."""

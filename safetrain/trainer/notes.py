@@ -9,16 +9,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._private.modules import batch_norms
+from ..config.schema import DataConfig
 from ..core.numbers import listed
-from ..data.sources import MapSource, Source
+from ..data.sources import LoaderSource, MapSource, Source
 
 
-def notes_about(model: nn.Module, optimizer: Optimizer, source: Source, auxiliary: Iterable[nn.Module]) -> list[str]:
+def notes_about(
+    model: nn.Module,
+    optimizer: Optimizer,
+    source: Source,
+    evaluated: Iterable[Source],
+    auxiliary: Iterable[nn.Module],
+    config: DataConfig,
+    is_scheduled: bool,
+) -> list[str]:
     return [
         *_untrained(model, optimizer, auxiliary),
         *_unregistered(model, optimizer),
+        *_rate_of_zero(optimizer, is_scheduled),
         *_batch_of_one(model, source),
         *_samples_for_batches(source),
+        *_without_effect(source, evaluated, config),
     ]
 
 
@@ -61,19 +72,39 @@ def _unregistered(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
                 )
 
 
+def _rate_of_zero(optimizer: Optimizer, is_scheduled: bool) -> Iterator[str]:
+    groups = optimizer.param_groups
+    if not is_scheduled and all(isinstance(group.get("lr"), (int, float)) and group["lr"] == 0 for group in groups):
+        yield "the learning rate is 0 and there is no schedule, so no step changes anything; give the optimizer an lr"
+
+
 def _batch_of_one(model: nn.Module, source: Source) -> Iterator[str]:
-    if not isinstance(source, MapSource):
+    if isinstance(source, MapSource):
+        sampler = source.sampler
+        length, size = sampler.length, sampler.batch_size
+        is_kept, fix = sampler.world_size == 1 and not sampler.drop_last, "set data.drop_last=true"
+    elif isinstance(source, LoaderSource) and source.data.batch_size and hasattr(source.data.sampler, "__len__"):
+        length, size = len(source.data.sampler), source.data.batch_size  # type: ignore[arg-type]
+        is_kept, fix = not source.drop_last, "pass drop_last=True to the DataLoader"
+    else:
         return
-    sampler = source.sampler
-    left = sampler.length % sampler.batch_size if sampler.world_size == 1 and not sampler.drop_last else 0
-    if (
-        left == 1
-        and sampler.batch_size > 1
-        and any(isinstance(m, batch_norms()) and m.training for m in model.modules())
-    ):
+    is_normed = any(isinstance(m, batch_norms()) and m.training for m in model.modules())
+    if is_kept and size > 1 and length % size == 1 and is_normed:
         yield (
-            f"the last batch of an epoch has a single sample ({sampler.length} samples in batches of {sampler.batch_size}), for which BatchNorm "
-            "has no variance and raises; set data.drop_last=true"
+            f"the last batch of an epoch has a single sample ({length} samples in batches of {size}), for which BatchNorm "
+            f"has no variance and raises; {fix}"
+        )
+
+
+def _without_effect(source: Source, evaluated: Iterable[Source], config: DataConfig) -> Iterator[str]:
+    """Options of `data` that are for a Dataset."""
+    usual, followed = DataConfig(), {name for each in (source, *evaluated) for name in each.follows}
+    given = [name for name in MapSource.follows if getattr(config, name) != getattr(usual, name)]
+    if ignored := [f"data.{name}" for name in given if name not in followed]:
+        kind = type(getattr(source, "data", source)).__name__
+        yield (
+            f"{listed(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect on training data of type {kind}; pass the Dataset itself, "
+            "or set this where the batches are made"
         )
 
 

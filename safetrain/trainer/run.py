@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 import zlib
@@ -24,7 +23,7 @@ from ..config import load_config, to_write, to_yaml
 from ..config.private import private_notes, read_digests
 from ..config.schema import Config
 from ..core import endings, ownership
-from ..core.containment import reported_to
+from ..core.containment import log_warning, reported_to
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Outcome, incident_of
 from ..core.result import SAVED_FIELDS as RESULT_FIELDS
@@ -191,8 +190,8 @@ class Run:
             (self.warn if is_warning else self.telemetry.noted)(text)
 
     def warn(self, text: str) -> None:
-        """In the log, and to all sinks, so that it is seen without a console too."""
-        logging.getLogger("safetrain").warning("%s", text)
+        """To all sinks, and in the log: where the program has set up logging, or has no console to see it on."""
+        log_warning(text, is_shown=self.config.logging.console != "off")
         self.telemetry.noted(text)
 
     @property

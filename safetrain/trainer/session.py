@@ -15,7 +15,6 @@ from ..core.endings import error_text
 from ..core.incident import STATE_AUDIT, Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
-from ..data.sources import MapSource
 from ..data.stream import BatchStream
 from ..distributed.activity import BATCH, STEP
 from ..distributed.machine import deterministic_algorithms
@@ -238,7 +237,7 @@ def open_session(
     progress = Progress(run, step, stream, evaluation)
     checkpoints = CheckpointPolicy(config, step, stream, run, progress)
     recovery = progress.recovery = Recovery(config, ladder, step, checkpoints, stream, run)
-    if isinstance(stream.source, MapSource) and stream.source.unreadable is not None:
+    if stream.source.unreadable is not None:
         stream.source.unreadable.found = recovery.leave_out_unreadable
     with ExitStack() as stack:
         stack.push(lambda kind, error, trace: _name_cause(run, step, error))
@@ -276,7 +275,11 @@ def open_session(
         caveats = stream.caveats() if config.checkpoint.enabled else []
         if run.resumed is None:
             _note_resume(run)
-        odd = notes_about(step.model, step.optimizer, stream.source, auxiliary_modules)
+        evaluated = [each.source for each in evaluation.streams.values()]
+        scheduled = step.schedule.scheduler is not None
+        odd = notes_about(
+            step.model, step.optimizer, stream.source, evaluated, auxiliary_modules, config.data, scheduled
+        )
         run.started(about, [*caveats, *odd, *_about_schedule(config, step, stream, run)])
         if run.dir is not None and (every := config.logging.histograms_every) is not None:
             model, optimizer = step.model, step.optimizer

@@ -72,6 +72,18 @@ def test_a_resume_has_them_and_a_rollback_too(train):
     assert_same(whole.model.state_dict(), rest.model.state_dict())
 
 
+def test_snapshots_and_what_a_resume_writes_link_to_the_same_file(train):
+    part = train(steps=10)
+    part.fit()
+    rest = train(run_dir=part.run.dir, steps=18)
+    rest.fit(resume="force")
+    found = list(part.run.dir.rglob(store.FROZEN))
+    assert {path.parent.parent.name for path in found} == {"checkpoints", "snapshots"}
+    assert len({os.stat(path).st_ino for path in found}) == 1
+    snapshots = rest._session.checkpoints.snapshots
+    assert len({s.state.tensors["model/large.weight"].data_ptr() for s in snapshots.all()}) == 1
+
+
 def test_when_they_change_after_all_they_are_copied_and_written_anew(train):
     class Thawed(SafeTrainer):
         def on_commit(self, view):

@@ -5,7 +5,7 @@ import torch
 from records import notes
 from small import assert_same, make_batches, make_model, mse
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from safetrain import DataError, Interrupted, SafeTrainer
 from safetrain.config.schema import DataConfig
@@ -113,10 +113,12 @@ class Damaged(Dataset):
         return self.x[index], self.y[index]
 
 
-def test_samples_that_cannot_be_read_are_left_out_if_the_config_says_so(make_trainer):
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_samples_that_cannot_be_read_are_left_out_if_the_config_says_so(make_trainer, as_loader):
     data = Damaged(bad=(5, 30))
-    config = {"seed": 1, "data": {"batch_size": 8, "skip_unreadable": True}, "loop": {"max_epochs": 3}}
-    result = make_trainer(train_data=data, config=config).fit()
+    given = DataLoader(data, 8, shuffle=True) if as_loader else data
+    config = {"seed": 1, "data": {"batch_size": 32 if as_loader else 8, "skip_unreadable": True}}
+    result = make_trainer(train_data=given, config={**config, "loop": {"max_epochs": 3}}).fit()
     assert result.status == "done"
     assert sorted(result.quarantined) == [5, 30]
     assert data.asked.count(5) == 1
@@ -199,3 +201,56 @@ def test_batches_without_indices_say_why_nothing_is_left_out(make_trainer):
     batches[3][0][2] = torch.nan
     result = make_trainer(train_data=lambda: iter(batches)).fit()
     assert any("pass a Dataset, or a DataLoader over one" in note for note in notes(result))
+
+
+class Loader(DataLoader):
+    """As those of graph libraries: only its constructor is its own."""
+
+
+def test_a_loader_that_is_derived_from_torchs_is_read_by_its_indices(make_trainer):
+    data = TensorDataset(torch.randn(32, 6), torch.randn(32, 1))
+    data.tensors[0][3] = torch.nan
+    config = {"seed": 1, "loop": {"max_epochs": 3}, "recovery": {"max_bad_share": None}}
+    result = make_trainer(train_data=Loader(data, 8, shuffle=True), config=config).fit()
+    assert result.quarantined == [3]
+    assert len(result.incidents) == 2
+
+
+class Streaming(IterableDataset):
+    """Yields samples and keeps its own position, as a streaming data set of Hugging Face does."""
+
+    def __init__(self):
+        self.position, self.x, self.y = 0, torch.arange(240.0).reshape(40, 6) / 240, torch.ones(40, 1)
+
+    def __iter__(self):
+        for index in range(self.position, 40):
+            self.position = index + 1
+            yield self.x[index], self.y[index]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_a_stream_of_samples_that_keeps_its_position_is_batched_and_resumed(make_trainer, tmp_path):
+    sizes = []
+
+    def train(steps, run_dir):
+        def loss_fn(model, batch):
+            sizes.append(len(batch[0]))
+            return mse(model, batch)
+
+        torch.manual_seed(0)
+        config = {"seed": 1, "data": {"batch_size": 8}, "loop": {"max_steps": steps}}
+        parts = {"train_data": Streaming(), "loss_fn": loss_fn, "config": config, "run_dir": tmp_path / run_dir}
+        trainer = make_trainer(make_model(), **parts)
+        trainer.fit(resume="auto")
+        return trainer.model.state_dict()
+
+    whole = train(7, "whole")
+    train(3, "part")
+    assert_same(whole, train(7, "part"))
+    assert set(sizes) == {8}

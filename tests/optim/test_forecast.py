@@ -35,6 +35,8 @@ def warmup_then_cosine(optimizer):
         (lambda o: CosineAnnealingLR(o, T_max=10), "falls from 0.1 to 0 by step 10"),
         (lambda o: ExponentialLR(o, 0.95), "by step 135"),
         (lambda o: LambdaLR(o, lambda epoch: 0.5**epoch), "by step 10"),
+        (lambda o: CosineAnnealingLR(o, T_max=10, eta_min=1e-3), "goes up and down 49 times"),
+        (lambda o: CosineAnnealingWarmRestarts(o, 2), "goes up and down 499 times"),
         (lambda o: MultiStepLR(o, [5, 8], 0.1), "only in the first 8 of them"),
         (lambda o: OneCycleLR(o, 0.1, total_steps=10), "ends after 11 of 1000 steps"),
     ],

@@ -1,6 +1,7 @@
 """What every run needs: ending early, hooks between steps, evaluation that fails early, and nothing lost with an exception."""
 
 import copy
+import logging
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from safetrain import LossError, SafeTrainer, UsageError
 from safetrain.checkpoint.export import export_weights
-from safetrain.telemetry.summary import summary_rows
+from safetrain.telemetry.summary import next_commands, summary_rows
 
 
 class Recording(SafeTrainer):
@@ -165,6 +166,16 @@ def test_an_evaluation_needs_no_loss_and_says_what_it_leaves_out(make_trainer):
     assert "not logged, because not numeric: outputs (returned by evaluation_step)" in notes(result)
 
 
+class PlainNumbers(SafeTrainer):
+    def evaluation_step(self, model, batch):
+        return {"loss": mse(model, batch).item(), "count": 3}
+
+
+def test_an_evaluation_may_return_plain_numbers(make_trainer):
+    result = make_trainer(None, PlainNumbers, train_data=make_batches(3), eval_data=make_batches(1)).fit()
+    assert result.best["count"] == 3.0
+
+
 def test_an_evaluation_without_any_number_is_an_error(make_trainer):
     class Empty(SafeTrainer):
         def evaluation_step(self, model, batch):
@@ -253,6 +264,22 @@ def test_an_exception_loses_nothing_that_was_learned(make_trainer, tmp_path, whe
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_what_ends_before_its_first_step_shows_no_summary_of_nothing(make_trainer, capfd):
+    trainer = make_trainer(train_data=make_batches(1), loss_fn=lambda model, batch: {}["loss"])
+    with pytest.raises(KeyError):
+        trainer.fit()
+    assert summary_rows(trainer.run.result) == next_commands(trainer.run.result) == []
+
+
+def test_notes_are_printed_once(make_trainer, monkeypatch, capfd):
+    log = logging.getLogger("safetrain")
+    monkeypatch.setattr(log, "propagate", False)  # as in a program without logging
+    config = {"logging": {"console": "plain", "tensorboard": False}}
+    make_trainer(None, LeavingEvalMode, train_data=make_batches(3), config=config).fit()
+    out, err = capfd.readouterr()
+    assert (out + err).count("on_commit left the model in eval mode") == 1
 
 
 def test_a_result_has_a_short_repr(make_trainer):

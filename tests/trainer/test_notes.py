@@ -6,7 +6,7 @@ from records import notes
 from small import make_batches, make_model, mse
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from safetrain import SafeTrainer, UsageError
 
@@ -83,6 +83,35 @@ def test_a_last_batch_of_one_is_foreseen(make_trainer):
     assert said(trainer.fit(), "a single sample (33 samples in batches of 8)", "data.drop_last=true")
 
 
+def test_a_last_batch_of_one_of_a_loader_is_foreseen(make_trainer):
+    data = DataLoader(TensorDataset(torch.randn(33, 6), torch.randn(33, 1)), 8)
+    assert said(make_trainer(train_data=data).fit(), "a single sample (33 samples in batches of 8)", "drop_last=True")
+
+
+def test_options_of_the_data_without_effect_are_named(make_trainer):
+    config = {"data": {"batch_size": 16, "shuffle": False}}
+    result = make_trainer(train_data=make_batches(2), config=config).fit()
+    assert said(result, "data.batch_size, data.shuffle have no effect on training data of type list")
+    data = TensorDataset(torch.randn(8, 6), torch.randn(8, 1))
+    assert notes(make_trainer(train_data=make_batches(2), eval_data=data, config=config).fit()) == []
+
+
+def test_a_learning_rate_of_zero_is_said(make_trainer):
+    result = make_trainer(train_data=make_batches(2), optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).fit()
+    assert said(result, "the learning rate is 0")
+
+
+def test_a_loss_of_outputs_and_targets_is_known_by_its_names(make_trainer):
+    def squares(pred, y):
+        return (pred - y).square().mean()
+
+    assert make_trainer(train_data=make_batches(2), loss_fn=squares).fit().steps == 2
+    with pytest.raises(TypeError) as error:
+        make_trainer(train_data=make_batches(2), loss_fn=lambda a, b: (a - b).mean()).fit()
+    note = "".join(getattr(error.value, "__notes__", ["loss_fn(model, batch), and this one takes (a, b)"]))
+    assert "loss_fn(model, batch), and this one takes (a, b)" in note
+
+
 def test_pairs_of_single_samples_in_a_list_are_noted(make_trainer):
     samples = [(torch.randn(4, 6), 1.0)] * 3
     trainer = make_trainer(train_data=samples, loss_fn=lambda model, batch: model(batch[0]).mean())
@@ -102,6 +131,8 @@ OTHER = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
             {"scheduler": StepLR},
             r"scheduler is the class StepLR, not an instance.*\nTo fix: pass StepLR\(optimizer",
         ),
+        ((), {"scheduler": [StepLR(OTHER, 5)]}, "scheduler is a list, which has no step"),
+        ((), {"optimizer": torch.optim.SGD}, r"optimizer is the class SGD.*\nTo fix: pass SGD\(model.parameters"),
         ((), {"scheduler": StepLR(OTHER, 5)}, "StepLR was made for another optimizer"),
         ((), {"run_dir": True}, "run_dir=True is no directory"),
     ],
