@@ -142,7 +142,8 @@ class RecoveryConfig:
     max_bad_share: float | None = option(0.03, gt=0.0, lt=1.0)
     """When more than this share of the samples of the last 100 steps were bad (or half of the steps, where the samples at fault are
     not known), the run stops and says what they have in common: repairs must not become the rule. It also stops when all of the first
-    8 steps are bad, or when the data read ahead shows at the first bad step that much of it is like that. null: repair and skip for as long as the other budgets last."""
+    8 steps are bad, or when at the first bad step some of the data that is read ahead shows that much of it is like that. null: repair and
+    skip for as long as the other budgets last."""
     max_retries: int = option(50, ge=0)
     """Steps that may be run once more within `budget_steps`, because their fault may be transient."""
     max_healed: int = option(10_000, ge=0)
