@@ -15,7 +15,9 @@ _PR_GET_PDEATHSIG = 2
 
 def _probe() -> bool:
     present = ctypes.c_int()
-    return sys.platform.startswith("linux") and ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(present)) == 0
+    if not sys.platform.startswith("linux"):
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(present)) == 0)
 
 
 PARENT = Feature(
@@ -29,4 +31,4 @@ PARENT = Feature(
 
 def signal_when_parent_ends(number: signal.Signals) -> bool:
     """False: there will be none."""
-    return PARENT.works and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
+    return PARENT.works and bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

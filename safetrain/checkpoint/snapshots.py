@@ -179,7 +179,7 @@ class SnapshotRing:
         while chosen is not None and not is_common(chosen.state):
             chosen.used = True
             chosen = None if chosen is self.first else self.peek(restart)
-        kept = [] if chosen in (None, self.first) else self._ring[: self._ring.index(chosen) + 1]  # type: ignore[arg-type]
+        kept = [] if chosen in (None, self.first) else self._ring[: self._ring.index(chosen) + 1]
         self._spare += [s.memory for s in self._ring[len(kept) :]]
         self._ring = kept
         if chosen is not None:

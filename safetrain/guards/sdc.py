@@ -107,8 +107,8 @@ class Sdc(Guard):
 
         own = []
         if self._changed is not None:
-            names, mask = self._changed
-            own = [name for name, flag in zip(names, mask.tolist(), strict=True) if flag]
+            changed, mask = self._changed
+            own = [name for name, flag in zip(changed, mask.tolist(), strict=True) if flag]
         found = gather(own)
         if num_processes() == 1:
             return tuple(own), (), None

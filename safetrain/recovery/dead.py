@@ -42,7 +42,7 @@ def is_dead(step: Step, windows: Sequence[Sequence[Any]], random_state: RandomSt
     return float(step.exchange.mean(torch.stack(dead)).min()) == 1.0
 
 
-def _depends_on_none(step: Step, batch: Any, weights: list[Tensor], size: Tensor) -> Tensor:
+def _depends_on_none(step: Step, batch: Any, weights: Sequence[Tensor], size: Tensor) -> Tensor:
     outputs: list[Tensor] = []
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
