@@ -185,6 +185,40 @@ def last_block_left_out() -> Problem:
     return Problem(Net())
 
 
+@case("not_reached", like="traincheck")
+def frozen_in_the_middle() -> Problem:
+    num_calls = 0
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 10:
+            model[0].requires_grad_(False)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Problem(mlp(), loss=loss)
+
+
+@case("dead_network")
+def gradient_zeroed_by_a_hook() -> Problem:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    return Problem(model)
+
+
+@case("not_registered")
+def tensor_that_is_no_parameter() -> Problem:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.out = torch.randn(8, 8, requires_grad=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out((x @ self.weight).relu())  # type: ignore[no-any-return]
+
+    return Problem(Net())
+
+
 # ---- the loss --------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +259,43 @@ def targets_that_broadcast() -> Problem:
         return (model(batch[0]) - batch[1]).square().mean()
 
     return Problem(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, data)
+
+
+@case("loss_mismatch")
+def targets_that_broadcast_the_other_way() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.huber_loss(model(batch[0]).squeeze(1), batch[1])
+
+    return Problem(mlp(1), loss=loss, data=sums())
+
+
+@case("loss_mismatch")
+def softmax_of_one_output() -> Problem:
+    data = [(x, (y > 1).float()[:, None]) for x, y in blobs()]
+    return Problem(nn.Sequential(mlp(1), nn.Softmax(dim=1)), loss=nn.BCELoss(), data=data)
+
+
+@case("loss_mismatch")
+def sigmoid_twice() -> Problem:
+    data = [(x, (y > 1).float()[:, None]) for x, y in blobs()]
+    return Problem(nn.Sequential(mlp(1), nn.Sigmoid(), nn.Sigmoid()), loss=nn.BCELoss(), data=data)
+
+
+@case("loss_mismatch")
+def loss_of_the_wrong_sign() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return -F.cross_entropy(model(batch[0]), batch[1])
+
+    return Problem(mlp(), loss=loss)
+
+
+@case("dead_network")
+def error_rate_as_a_loss() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return (outputs.argmax(1) != batch[1]).float().mean() + 0 * outputs.sum()
+
+    return Problem(mlp(), loss=loss)
 
 
 # ---- modes, precision, schedule --------------------------------------------------------------------------------
@@ -306,6 +377,13 @@ def schedule_in_epochs() -> Problem:
     return Problem(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1))
 
 
+@case("schedule_ended", like="traincheck")
+def cosine_in_epochs() -> Problem:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Problem(model, optimizer, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5))
+
+
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +405,7 @@ def targets_shuffled() -> Problem:
     return Problem(mlp(), data=data)
 
 
-@case("no_progress", "weights_unchanged")
+@case("rate_too_low")
 def rate_far_too_low() -> Problem:
     model = mlp()
     return Problem(model, torch.optim.SGD(model.parameters(), lr=1e-7), data=blobs(400))
@@ -357,6 +435,14 @@ def initial_weights_that_explode() -> Problem:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=5.0)
     return Problem(model, torch.optim.SGD(model.parameters(), lr=0.01), data=blobs(200))
+
+
+@case("dead_network", like="autotrainer")
+def negative_initial_weights() -> Problem:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, -0.1)
+    return Problem(model, data=blobs(200))
 
 
 @case("memory_corruption")
@@ -561,3 +647,82 @@ def large_embedding() -> Problem:
     model = Net()
     data: Iterable[Any] = [(torch.randint(5000, (16, 6)), torch.randint(4, (16,))) for _ in range(STEPS)]
     return Problem(model, torch.optim.Adam(model.parameters(), lr=1e-2), data=list(data))
+
+
+@healthy
+def generator_and_discriminator_in_turn() -> Problem:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.discriminator, self.num_calls = mlp(8), mlp(1), 0
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        model.num_calls += 1
+        made = model.generator(torch.randn(len(batch[0]), 8))
+        if model.num_calls % 2:
+            return (
+                F.softplus(-model.discriminator(batch[0])).mean()
+                + F.softplus(model.discriminator(made.detach())).mean()
+            )
+        return F.softplus(-model.discriminator(made)).mean()
+
+    model = Pair()
+    return Problem(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss)
+
+
+@healthy
+def experts_that_are_rarely_chosen() -> Problem:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(8, 16), nn.ModuleList(nn.Linear(8, 4) for _ in range(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.gate(x).softmax(1)
+            chosen, out = weights.argmax(1), x.new_zeros(len(x), 4)
+            for index in chosen.unique().tolist():
+                rows = chosen == index
+                out[rows] = self.experts[index](x[rows]) * weights[rows, index, None]
+            return out
+
+    return Problem(Mixture(), data=blobs(60, 8))
+
+
+@healthy
+def falls_from_far_above_a_constant_answer() -> Problem:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.embedding(tokens) @ self.embedding.weight.T
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].reshape(-1))
+
+    model, generator = Tied(), torch.Generator().manual_seed(0)
+    data = [(torch.arange(9) + torch.randint(50, (8, 1), generator=generator)) % 50 for _ in range(250)]
+    return Problem(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss, data)
+
+
+@healthy
+def hardly_any_positives() -> Problem:
+    inputs = torch.randn(250, 16, 8, generator=torch.Generator().manual_seed(0))
+    return Problem(mlp(2), data=[(x, (x[:, 0] > 2.2).long()) for x in inputs])
+
+
+@healthy
+def residual_branches_that_start_at_zero() -> Problem:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.scales, self.out = nn.ParameterList(torch.zeros(()) for _ in range(4)), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block, scale in zip(self.blocks, self.scales, strict=True):
+                x = x + scale * block(x).relu()
+            return self.out(x)  # type: ignore[no-any-return]
+
+    return Problem(Net())

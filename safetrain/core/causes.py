@@ -182,6 +182,13 @@ _ALL = (
         is_silent=True,
     ),
     RootCause(
+        "rate_too_low",
+        "The updates are so small that all steps of the run together would hardly change the weights.",
+        "raise the learning rate: safetrain check CONFIG --only learning_rate finds one that works; look at what scales the gradient down "
+        "(clipping, a loss that is divided twice)",
+        is_silent=True,
+    ),
+    RootCause(
         "repeated_data",
         "The same data comes again and again, or two ranks train on the same data.",
         "look at the data loader: what it shuffles, how it is split over ranks, and whether it returns the batch that was asked for",

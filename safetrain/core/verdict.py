@@ -46,6 +46,8 @@ class Doubt(enum.Enum):
     """Short runs from here and from an earlier state are compared, and one from the earlier state is clearly better."""
     DEAD = "dead"
     """The outputs of the model depend on no weight, for none of the newest batches and not for the hardest one lately."""
+    NEW_WEIGHTS = "new_weights"
+    """Nothing was learned yet, and layers can be given new weights (the rung `reinitialise`)."""
 
 
 @dataclass(frozen=True)

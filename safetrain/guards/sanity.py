@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ..core.options import option
-from ..core.verdict import COMMIT, Action, Decision, Finding, Verdict
+from ..core.verdict import COMMIT, Action, Decision, Doubt, Finding, Verdict
 from ..core.view import DeviceStep, FirstLoss, StepView
 from .base import Guard
 from .course import Course
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from .data_looks import BatchLooks
-    from .graph import ConstantAnswer
+    from .graph import Chains
+    from .loss_graph import ConstantAnswer
     from .modes import MatmulTypes, TrainingModes
     from .weights import WeightLooks
 
@@ -25,8 +27,11 @@ FIRST = 4
 """The first steps, which are looked at closely."""
 VANISHED = 1e-5
 """Share of the gradient of the last layers, element by element, below which the first ones get practically none."""
+VANISHING = f"the first layers get less than {VANISHED:g} of the gradient of the last ones"
 PATIENCE = 20
-"""Steps in which a parameter that other entries of its list took turns with was not reached."""
+"""Steps in which a parameter that other entries of its list took turns with was not reached, or one that was reached is not any more."""
+BEGINNING = 60
+"""Steps after which a loss that is no better than a constant answer, with vanishing gradients, is a reason for other first weights."""
 
 
 @dataclass
@@ -56,14 +61,21 @@ class Sanity(Guard):
         self.course = Course()
         self.said: set[str] = set()
         """Labels that were reported; each is said once."""
-        self.num_same = self.num_unchanged = self.num_repeated = self.num_alike = self.num_shared = (
-            self.num_vanished
-        ) = 0
+        self.num_same = self.num_unchanged = self.num_repeated = self.num_alike = self.num_shared = 0
+        self.num_vanished = self.num_dead = 0
         self._last: tuple[float, float, float, int] | None = None
         """Sampled weights, batch, learning rate and epoch of the last committed step."""
         self._model: nn.Module | None = None
         self._found: list[Finding] = []
         self._waiting: dict[str, Any] = {}
+        self._missing: dict[str, Any] = {}
+        self._reached: dict[str, Any] = {}
+        """Parameters that the first loss depends on."""
+        self._always: Chains = frozenset()
+        self._num_lost = 0
+        """Steps in a row in which some of them were not reached."""
+        self._asked = False
+        """For new weights: that is done once."""
         self._first_step: int | None = None
         self._looks: WeightLooks | None = None
         self._modes: TrainingModes | None = None
@@ -87,6 +99,8 @@ class Sanity(Guard):
             self._types = None
 
     def begin(self, step: int, num_refused: int) -> None:
+        if num_refused:
+            self._start_counting_again()
         if self._model is not None and self._modes is None:
             from ..precision.compiled import called_for
             from .modes import MatmulTypes, TrainingModes
@@ -98,21 +112,22 @@ class Sanity(Guard):
     def inspect(self, first: FirstLoss) -> None:
         from ..tensors.sharded import is_sharded
         from .data_looks import BatchLooks
-        from .graph import ConstantAnswer, broadcast, coverage, graph_of, mismatches
+        from .graph import chains, coverage, graph_of
+        from .loss_graph import ConstantAnswer, broadcast, mismatches
         from .weights import WeightLooks
 
-        is_whole = not is_sharded(first.model)
+        is_whole, self._always = not is_sharded(first.model), chains(first.model)
         graph = graph_of(first.loss)
         self._found += [*mismatches(graph), *filter(None, [broadcast(first.loss)])]
         if is_whole:
             covered = coverage(first, graph)
             self._found += covered.findings
-            self._waiting = covered.waiting
+            self._missing, self._waiting, self._reached = covered.missing, covered.waiting, covered.reached
         self._constant, self._precision = ConstantAnswer(first.loss, first.window), first.precision
         held = {id(p) for group in first.optimizer.param_groups for p in group["params"] if group.get("lr", 1.0) != 0}
         weights = {name: p for name, p in first.model.named_parameters() if id(p) in held and p.requires_grad}
         weights = {name: p for name, p in weights.items() if not self._ignores(name)}
-        self._looks, self._batches = WeightLooks(weights, is_whole) if weights else None, BatchLooks()
+        self._looks, self._batches = WeightLooks(weights, is_whole, self._always) if weights else None, BatchLooks()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -124,14 +139,30 @@ class Sanity(Guard):
         age, every = step.step - self._first_step, self.config.look_every
         signals: dict[str, Tensor] = {}
         if self._looks is not None:
-            is_look = age < FIRST or step.step % every == 0 or self.num_same >= 2
+            is_look = age < FIRST or step.step % every == 0 or self.num_same >= 2 or self.num_dead > 0
             signals |= self._looks.measure(step.step, is_look, step.grad_norm)
         if age < PATIENCE or step.step % every in (0, 1, 2):
             signals |= self._batches.measure(step.window, step.loss)
         if age < PATIENCE and self._constant is not None and (constant := self._constant.loss(step.window)) is not None:
             signals["constant_loss"] = constant.to(step.loss.device, step.loss.dtype)
         self._look_at_modules(age)
+        self._look_at_gradients(step.step)
         return signals
+
+    def _look_at_gradients(self, step: int) -> None:
+        """Parameters that are not reached any more: frozen, or used under no_grad, in the middle of the run."""
+        if not self._reached or not (self._num_lost or step % 10 == 9):
+            return
+        lost = [name for name, p in self._reached.items() if p.grad is None]
+        self._num_lost = self._num_lost + 1 if lost and len(lost) < len(self._reached) else 0
+        if self._num_lost < PATIENCE:
+            return
+        from .graph import no_longer_reached
+
+        self._num_lost = 0
+        if (finding := no_longer_reached(lost, self._reached, step - PATIENCE, self._always)) is not None:
+            self._found.append(finding)
+        self._reached = {}
 
     def _look_at_modules(self, age: int) -> None:
         if self._types is not None and (finding := self._types.finding(self._precision)) is not None:
@@ -141,11 +172,19 @@ class Sanity(Guard):
             self._types = None
         if self._modes is not None and (finding := self._modes.finding()) is not None:
             self._found.append(finding)
-        if self._waiting:
-            self._waiting = {name: p for name, p in self._waiting.items() if p.grad is None}
-            if self._waiting and age >= PATIENCE:
-                from .graph import not_reached
+        if self._missing and age > 0:  # a loss may be of one part in this step and of another in the next
+            from .graph import not_reached
 
+            if missing := [name for name, p in self._missing.items() if p.grad is None]:
+                self._found.append(not_reached(missing))
+            self._missing = {}
+        if self._waiting:
+            from .graph import not_reached, without_siblings
+
+            came = [name for name, p in self._waiting.items() if p.grad is not None]
+            if came:  # each step chooses between them
+                self._waiting = without_siblings(self._waiting, came, self._always)
+            if self._waiting and age >= PATIENCE:
                 self._found.append(not_reached(self._waiting))
                 self._waiting = {}
 
@@ -155,8 +194,19 @@ class Sanity(Guard):
         if self.num_unchanged >= self.config.stop_after:
             finding = Finding("weights_unchanged", f"{self.num_unchanged} applied steps in a row changed no weight")
             return self._verdict(Action.STOP, [finding])
+        if self.course.is_hopeless(view.total_steps, self.config.stop_after) and not self._is_ignored("rate_too_low"):
+            return self._verdict(Action.STOP, list(filter(None, [self.course.too_slow(view.total_steps)])))
+        if (
+            self.num_dead >= self.config.stop_after
+            and not self.course.has_learned
+            and not self._is_ignored("dead_network")
+        ):
+            text = f"the gradient of every weight matrix has been exactly 0 for {self.num_dead} steps, at a loss of {view.loss:.4g}"
+            return replace(self._verdict(Action.ROLLBACK, [Finding("dead_network", text)]), doubt=Doubt.DEAD)
+        if (reason := self._needs_new_weights(view)) is not None:
+            return replace(self._verdict(Action.ROLLBACK, [reason]), doubt=Doubt.NEW_WEIGHTS, restart=True)
         findings = [*self._found, *self._about_weights(view), *self._about_data(view), *self._about_course(view)]
-        findings = [f for f in findings if f.label not in self.said and f.label not in self.config.ignore]
+        findings = [f for f in findings if f.label not in self.said and not self._is_ignored(f.label)]
         if not findings:
             return COMMIT
         if any(finding.label == "replicas_differ" for finding in findings):
@@ -170,6 +220,27 @@ class Sanity(Guard):
 
     def _signal(self, view: StepView, name: str) -> float | None:
         return view.signals.get(f"{self.name}.{name}")
+
+    def _needs_new_weights(self, view: StepView) -> Finding | None:
+        """A network that is dead from the start, or so deep that nothing arrives at its first layers and that has learned nothing."""
+        if self._asked or self._looks is None or view.loss == 0.0:
+            return None
+        if self._signal(view, "zeros") and not self._is_ignored("dead_network") and view.grad_norm > 0:
+            names = self._looks.without_gradient()
+            if 2 * len(names) >= self._looks.num_matrices and self.course.num_seen < PATIENCE:
+                text = f"{_listed(names)} get a gradient of exactly 0: the network is dead from the start"
+                return Finding("dead_network", text, names)
+        if self.course.too_slow(view.total_steps) is not None and self.course.starts_far_above_constant:
+            text = (
+                f"the loss starts at {self.course.start:.3g}, the same answer for every sample would give {self.course.constant.mean:.3g}, and "
+                "an update changes next to nothing: the weights that training began with are far too large"
+            )
+            return Finding("divergence", text)
+        has_vanished = self.num_vanished >= 2 and not self._is_ignored("vanishing_gradients")
+        if has_vanished and self.course.num_seen >= BEGINNING and self.course.is_above_constant(BEGINNING):
+            text = f"{VANISHING}, and after {self.course.num_seen} steps the loss is no better than that of a constant answer"
+            return Finding("vanishing_gradients", text)
+        return None
 
     def _about_weights(self, view: StepView) -> list[Finding]:
         looks = self._looks
@@ -199,6 +270,9 @@ class Sanity(Guard):
             names = looks.stuck()
             text = f"{_listed(names)} get a gradient, and do not move by it"
             found.append(Finding("weights_unchanged", text, names))
+        if self._signal(view, "zeros") and view.loss != 0.0 and (names := looks.without_gradient()):
+            text = f"{_listed(names)} get a gradient of exactly 0, step after step: what they compute does not change the loss"
+            found.append(Finding("dead_network", text, names))
         return found
 
     def _about_data(self, view: StepView) -> list[Finding]:
@@ -216,15 +290,17 @@ class Sanity(Guard):
                 Finding("repeated_data", f"all ranks were given the same batch, {self.num_shared} times in a row")
             )
         if self.num_vanished >= 2:
-            text = f"the first layers get less than {VANISHED:g} of the gradient of the last ones"
-            found.append(Finding("vanishing_gradients", text))
+            found.append(Finding("vanishing_gradients", VANISHING))
         return found
 
     def _about_course(self, view: StepView) -> list[Finding]:
         course = self.course
         findings = (
             course.ended_schedule(view.total_steps, max(view.lrs, default=0.0)),
-            course.no_progress(self.config.no_progress_steps, view.total_steps),
+            course.no_progress(
+                self.config.no_progress_steps, view.total_steps, self._constant is None or self._constant.is_whole
+            ),
+            course.too_slow(view.total_steps),
             course.oscillation(),
         )
         return [finding for finding in findings if finding is not None]
@@ -234,12 +310,13 @@ class Sanity(Guard):
     def learn(self, view: StepView, decision: Decision) -> None:
         if (verdict := decision.verdicts.get(self.name)) is not None:
             self.said.update(finding.label for finding in verdict.findings)
+            self._asked = self._asked or (decision.was_tried(self.name) and not verdict.findings)
         self._found.clear()
         if self._looks is not None:
             self._looks.applied(view.step)
-        if (constant := self._signal(view, "constant_loss")) is not None:
+        if (constant := self._signal(view, "constant_loss")) is not None and not math.isnan(constant):
             self.course.constant.add(constant)
-        self.course.learn(view.loss, view.lrs)
+        self.course.learn(view.loss, view.lrs, view.update_size, view.total_steps)
         weights, batch = self._signal(view, "weights"), self._signal(view, "batch")
         # At the end of a schedule it is meant that nothing moves any more.
         last, lr = self._last, max(view.lrs, default=0.0)
@@ -249,6 +326,9 @@ class Sanity(Guard):
         unchanged = self._signal(view, "unchanged")
         if unchanged is not None and last is not None:
             self.num_unchanged = self.num_unchanged + 1 if unchanged == 1.0 and last[2] > 0 else 0
+        if (moving := self._signal(view, "moving")) is not None:
+            is_dead = moving == 0.0 and view.loss != 0.0 and self._looks is not None and self._looks.num_matrices > 1
+            self.num_dead = self.num_dead + 1 if is_dead else 0
         if batch is not None:
             is_again = (
                 last is not None
@@ -273,6 +353,16 @@ class Sanity(Guard):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.course.load_state_dict(state["course"])
         self.said = set(state["said"])
+        self._start_counting_again()
+
+    def _start_counting_again(self) -> None:
+        """After a rollback, or trial steps, what was counted belongs to other weights."""
+        self.num_same = self.num_unchanged = self.num_repeated = self.num_alike = self.num_shared = 0
+        self.num_vanished = self.num_dead = self._num_lost = 0
+        self._last = None
+
+    def _is_ignored(self, label: str) -> bool:
+        return label in self.config.ignore
 
     def _ignores(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.config.ignore)

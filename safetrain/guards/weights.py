@@ -12,10 +12,13 @@ from torch import Tensor
 from ..distributed.comm import gather, num_processes
 from ..tensors.devices import sent
 from .fingerprint import Sample, as_signal, digests
+from .graph import Chains, patterns
 
 _VERSION = operator.attrgetter("_version")
 STRONG = 1e-3
 """A gradient of this share of the global norm is no rounding error."""
+LOOKS = 3
+"""Looks in a row with a gradient of exactly 0, after which it is not by chance."""
 
 
 @dataclass
@@ -43,14 +46,17 @@ class Differing:
 class WeightLooks:
     """Everything stays on the device, in one number for each tensor."""
 
-    def __init__(self, weights: Mapping[str, Tensor], is_whole: bool) -> None:
-        """`is_whole`: the model is not sharded over the processes."""
+    def __init__(self, weights: Mapping[str, Tensor], is_whole: bool, always: Chains = frozenset()) -> None:
+        """`is_whole`: the model is not sharded over the processes. `always`: see `patterns`."""
+        self._always = always
         self.names, self.tensors = list(weights), list(weights.values())
         self._is_whole, self._compares_ranks = is_whole, is_whole and num_processes() > 1
         self._sample = Sample(self.tensors)
         self._before: tuple[int, Tensor, Tensor | None] | None = None
         self._applied: Applied | None = None
         self._stuck: Tensor | None = None
+        self._zero: Tensor | None = None
+        """How many looks in a row have found a gradient of exactly 0."""
         self._changed: Tensor | None = None
         self._written = torch.zeros(len(self.tensors), dtype=torch.bool)
         """Weights that the program itself writes to between steps without torch noticing."""
@@ -112,6 +118,11 @@ class WeightLooks:
             # NaN where no gradient arrives at all, which is not below any limit.
             found["arriving"] = first / last  # safetrain: ignore[ST201]
         matrices = sent(torch.tensor([t.dim() > 1 for t in self.tensors]), norm.device)
+        known = sent(torch.tensor([t.grad is not None and not t.grad.is_sparse for t in self.tensors]), norm.device)
+        zero = (each == 0) & matrices & known
+        self._zero = zero.long() if self._zero is None else (self._zero.to(zero.device) + 1) * zero
+        found["zeros"] = (self._zero >= LOOKS).sum().float()
+        found["moving"] = (matrices & ~zero).sum().float()
         return (each > STRONG * norm) & matrices
 
     # ---- for a finding: these read from the device ----------------------------------------------------------------
@@ -125,6 +136,16 @@ class WeightLooks:
         ranks = tuple(rank for rank, names in enumerate(found) if names)
         self._suspects.update(ranks)
         return tuple(dict.fromkeys(name for names in found for name in names)), ranks if len(found) > 1 else ()
+
+    def without_gradient(self) -> tuple[str, ...]:
+        """Matrices whose gradient is exactly 0, look after look; without those of lists whose other entries get one."""
+        zero = self._named(None if self._zero is None else self._zero >= LOOKS)
+        others = {pattern for name in self.names if name not in zero for pattern in patterns(name, self._always)}
+        return tuple(name for name in zero if others.isdisjoint(patterns(name, self._always)))
+
+    @property
+    def num_matrices(self) -> int:
+        return sum(tensor.dim() > 1 for tensor in self.tensors)
 
     def are_where_they_were(self) -> bool:
         if self._sample.is_current(self.tensors):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,3 +53,38 @@ def reinitialise(model: nn.Module, names: list[str], seed: int) -> None:
         module.weight.copy_(drawn.to(module.weight))
         if module.bias is not None:
             module.bias.zero_()
+
+
+@contextmanager
+def standardised(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """In the forward pass inside, each of these layers is scaled and shifted so that its outputs have mean 0 and deviation 1. Whatever
+    the activations are, neither values nor gradients then grow or vanish over many layers."""
+    hooks = [model.get_submodule(name).register_forward_hook(_Standardising()) for name in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Standardising:
+    def __init__(self) -> None:
+        self._is_done = False
+
+    @torch.no_grad()
+    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        if self._is_done:  # the module is called several times in a forward pass
+            return None
+        self._is_done = True
+        channels = output.dim() - 1 if isinstance(module, nn.Linear) else 1
+        others = [dim for dim in range(output.dim()) if dim != channels]
+        mean = output.float().mean(others, keepdim=True)
+        if module.bias is None:
+            mean = torch.zeros_like(mean)
+        deviation = (output.float() - mean).std()
+        if not 1e-12 < float(deviation) < math.inf:
+            return None
+        module.weight.div_(deviation)
+        if module.bias is not None:
+            module.bias.copy_((module.bias - mean.flatten()) / deviation)
+        return ((output.float() - mean) / deviation).to(output.dtype)

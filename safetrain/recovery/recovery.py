@@ -108,6 +108,7 @@ class Recovery:
         earlier = [i.cause.label for i in self._run.result.incidents if i.decision.action == "rollback"]
         case.num_equal = earlier.count(case.incident.cause.label)
         case.may_restart = self.ladder.may_climb("restart", case.view.step)
+        case.may_reinitialise = self.ladder.may_climb("reinitialise", case.view.step)
         return case
 
     def _climb(self, case: RefusedStep) -> None:

@@ -38,6 +38,8 @@ class RefusedStep:
     """Committed steps before it, without those that a rollback has undone."""
     may_restart: bool = False
     """Training may be started again from the beginning."""
+    may_reinitialise: bool = False
+    """Layers may be given new weights."""
     nothing_learned: bool = False
     """No committed step had a lower loss than the first one."""
     hardly_learned: bool = False

@@ -22,7 +22,7 @@ from ..step.step import Step
 from ..tensors.rng import undisturbed_rng
 from ..tensors.sharded import is_sharded
 from .dead import is_dead
-from .initial import all_layers, odd_layers, reinitialise
+from .initial import all_layers, odd_layers, reinitialise, standardised
 from .last_good import LastGood
 from .refused_step import RefusedStep
 from .trials import Trials, mean_loss
@@ -96,6 +96,9 @@ class Repairs:
             return False
         if case.may_restart and not case.is_late and self._confirms_a_doubt(case):
             return False
+        if Doubt.NEW_WEIGHTS in {verdict.doubt for verdict in case.decision.verdicts.values()}:
+            if case.may_reinitialise and case.hardly_learned and self._began_here() and all_layers(self._step.model):
+                return False
         doubts = {verdict.doubt for verdict in case.decision.verdicts.values()}
         if Doubt.DEAD in doubts:
             windows = {
@@ -215,22 +218,33 @@ class Repairs:
         lost = case.num_committed - num_committed
         return f"the state of step {step} ({'memory' if to != 'disk' else 'disk'}), {lost} committed steps undone"
 
+    def _began_here(self) -> bool:
+        """The first snapshot is the beginning of training, and holds whole weights."""
+        first = self._checkpoints.snapshots.first
+        return first is not None and first.state.rest["num_committed"] == 0 and not is_sharded(self._step.model)
+
     def reinitialise(self, case: RefusedStep) -> list[str]:
         """Go back to the beginning of the run, and give layers new weights; which ones. Nothing happens if none of them is wrong, or if
         the run began with weights that had learned something."""
         step, first = self._step, self._checkpoints.snapshots.first
-        if first is None or first.state.rest["num_committed"] > 0 or is_sharded(step.model):
+        if first is None or not self._began_here():
             return []
         now = Copy().take(TrainState.gather(step))
         first.state.restore_training(step)
-        is_dead = case.incident.cause.label == "dead_network"
-        names = odd_layers(step.model) or (all_layers(step.model) if is_dead else [])
+        none_learns = case.incident.cause.label in ("dead_network", "vanishing_gradients")
+        names = odd_layers(step.model) or (all_layers(step.model) if none_learns else [])
         if not names:
             now.restore_training(step)
             step.transaction.expect_weights()
             return []
         self.go_back("first")
         reinitialise(step.model, names, seed=case.view.step)
+        if none_learns and step.exchange.world_size == 1:
+            buffers = [buffer.clone() for buffer in step.model.buffers()]
+            with standardised(step.model, names):
+                mean_loss(step, case.window[:1])
+            for buffer, before in zip(step.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
         if step.ema is not None:
             step.ema.start_again()
         step.transaction.expect_weights()

@@ -292,7 +292,11 @@ def _about_schedule(config: Config, step: Step, stream: BatchStream, run: Run) -
     if run.resumed is not None or step.schedule.scheduler is None or not step.schedule.is_ours:
         return []
     found = doubt(step.schedule, total_steps(config, stream), total_epochs(config, stream))
-    return [] if found is None else [f"{found.reason}. To fix: {found.fix}."]
+    if found is None:
+        return []
+    entry = {"step": step.next_index, "label": "schedule_ended", "text": found.reason, "advice": found.fix, "names": []}
+    run.result.warnings.append(entry)
+    return [f"{found.reason}. To fix: {found.fix}."]
 
 
 def total_epochs(config: Config, stream: BatchStream) -> int | None:

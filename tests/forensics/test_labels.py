@@ -20,7 +20,7 @@ LABELS = [
     "exp_overflow", "fp16_overflow", "fp16_underflow", "empty_reduction", "degenerate_decomposition", "infeasible_target",
     "bad_input_data", "corrupt_parameter", "divergence", "optimizer_numerics", "custom_backward_bug",
     "weights_unchanged", "not_in_optimizer", "not_registered", "not_reached", "loss_mismatch", "wrong_mode", "precision_not_in_effect",
-    "schedule_ended", "repeated_data", "replicas_differ", "memory_corruption", "no_progress", "oscillation", "vanishing_gradients",
+    "schedule_ended", "rate_too_low", "repeated_data", "replicas_differ", "memory_corruption", "no_progress", "oscillation", "vanishing_gradients",
     "dead_network", "unknown",
 ]  # fmt: skip
 

@@ -6,7 +6,8 @@ import torch
 
 from ...core.causes import CAUSES
 from ...core.view import FirstLoss
-from ...guards.graph import broadcast, coverage, graph_of, mismatches
+from ...guards.graph import coverage, graph_of
+from ...guards.loss_graph import broadcast, mismatches
 from ...tensors.sharded import is_sharded
 from ..outcome import Outcome, Problems, passed, worst
 from ..registry import preflight_check
