@@ -310,7 +310,8 @@ class Sanity(Guard):
     def learn(self, view: StepView, decision: Decision) -> None:
         if (verdict := decision.verdicts.get(self.name)) is not None:
             self.said.update(finding.label for finding in verdict.findings)
-            self._asked = self._asked or (decision.was_tried(self.name) and not verdict.findings)
+            if decision.was_tried(self.name) and not verdict.findings:
+                self._asked, self.num_dead = True, -5 * self.config.stop_after
         self._found.clear()
         if self._looks is not None:
             self._looks.applied(view.step)
