@@ -83,9 +83,7 @@ def broadcast(loss: Tensor) -> Finding | None:
         targets, fix = (compared[0], 1), "targets.squeeze(1), or outputs.unsqueeze(1)"
     else:
         return None
-    text = (
-        f"outputs of shape {list(outputs)} were broadcast against targets of shape {list(targets)}: each is compared with all targets (write {fix})"
-    )
+    text = f"outputs of shape {list(outputs)} were broadcast against targets of shape {list(targets)}: each is compared with all targets (write {fix})"
     return Finding("loss_mismatch", text)
 
 
