@@ -21,7 +21,7 @@ class FitResult:
     """
 
     status: str = "running"
-    """`done`, `stopped` (by a guard), `interrupted` (by a signal), `paused` (by `loop.max_hours`), or `error` (an exception in
+    """`running`, `done`, `stopped` (by a guard), `interrupted` (by a signal), `paused` (by `loop.max_hours`), or `error` (an exception in
     user code)."""
     steps: int = 0
     """Committed optimizer steps."""

@@ -22,6 +22,15 @@ def holds_run(path: str | Path) -> list[str]:
     return [name for name in (CONFIG, JOURNAL, SUMMARY) if (Path(path) / name).exists()]
 
 
+def free_run_dir(asked: str | Path) -> Path:
+    """The directory asked for, or the first of `<asked>-2`, `<asked>-3`, … that holds no run."""
+    path, number = Path(asked), 1
+    while holds_run(path):
+        number += 1
+        path = Path(asked).with_name(f"{Path(asked).name}-{number}")
+    return path
+
+
 def create_run_dir(asked: str | Path | bool | None, name: str) -> Path:
     """Make the directory asked for, or `runs/<name>-<time>` below the current one; False: a temporary one, for `remove_run_dir`."""
     if asked is False:

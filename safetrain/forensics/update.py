@@ -28,7 +28,8 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [(p, on_host(p), p.grad, None if p.grad is None else on_host(p.grad)) for p in parameters]
-    held = Captured([vars(optimizer)])
+    members = getattr(optimizer, "optimizers", {})  # of a group
+    held = Captured([vars(each) for each in (optimizer, *members.values())])
     try:
         yield
     finally:

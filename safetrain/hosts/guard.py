@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -24,8 +21,10 @@ from ..checkpoint.state import TrainState
 from ..core.incident import Incident
 from ..core.loss import LossFn, adapt_loss
 from ..core.result import FitResult
+from ..core.rundir import free_run_dir
 from ..core.view import StepView
 from ..data.stream import BatchStream
+from ..distributed.comm import by_first
 from ..errors import CheckpointError, TrainingStopped, UsageError
 from ..forensics.replay import unwrapped_model
 from ..forensics.sandbox import modules_behind
@@ -40,9 +39,13 @@ from ..trainer.run import Run
 from ..trainer.session import Session, open_session
 from . import settings
 from .hosted_step import HostedExchange, HostedPrecision, HostedStep, HostMachine
+from .open_guards import close_those_of, open_guards
 from .recording import Recorder
 from .turn import Turn
 from .whole import whole_step
+
+WITHOUT_THE_LOSS = {"skip", "rollback", "disk", "restart"}
+"""Rungs that need not compute the loss of the refused step."""
 
 
 def watch(
@@ -117,6 +120,7 @@ class LoopGuard:
         self.given, self.model = model, unwrapped_model(model)
         checks.check_trainable(self.model)
         self.optimizers, one = settings.as_one(optimizer, self.model)
+        replaces = close_those_of(self.optimizers)
         self.on_incident_do: list[Callable[[Incident], None]] = []
         """Called with each incident, before the run stops if it does."""
         self.on_end_do: list[Callable[[], None]] = []
@@ -143,16 +147,25 @@ class LoopGuard:
             self._step.blind_spot = self.recorder.blind_spot
         self._stream = BatchStream(settings.LoopData(), device)
         self.ladder = Ladder(self.config.recovery)
+        self._rungs = self.ladder.rungs
         self._stack = ExitStack()
         self._session = self._opened(run_dir, machine.rank)
         self._turn = Turn(self, self._step, arithmetic, self._session)
         self._has_begun = False
         self.closed = False
-        _open_guards.add(self)
+        self.checks_loss = loss_fn is not None
+        """The first step compares `loss_fn` with the loss of the loop."""
+        open_guards.add(self)
+        if replaces:
+            self._session.run.warn("the guard that this optimizer had was still open, and was closed")
 
     def _opened(self, run_dir: str | Path | None, rank: int) -> Session:
         step, config = self._step, self.config
-        run = step.exchange.run = Run(config, run_dir, rank, False, step.history)
+        asked = run_dir
+        if isinstance(run_dir, (str, Path)):
+            named = run_dir
+            asked = by_first(lambda: free_run_dir(named))  # a loop may be started again
+        run = step.exchange.run = Run(config, asked, rank, False, step.history)
         evaluation = Evaluation({}, config.loop, step, self.loss_fn, None)
         extra = list(modules_behind(self.loss_fn)) if self.recorder is None else []
         self._stack.enter_context(run.recorded(notes_signals=False))
@@ -160,19 +173,18 @@ class LoopGuard:
         parts = (config, run, step, self._stream, evaluation, self.ladder, extra, self)
         return self._stack.enter_context(open_session(*parts))
 
-    def _restrict(self, rungs: set[str]) -> None:
-        self.ladder.rungs = [rung for rung in self.ladder.rungs if rung.name in rungs]
-
-    def cannot_repair(self) -> None:
-        """The loss itself cannot be computed again: a refused step is only ever skipped, rolled back or stopped at."""
-        self._restrict({"skip", "rollback", "disk", "restart"})
+    def choose_rungs(self) -> None:
+        """Before a refused step is recovered from. If its loss cannot be computed again, it is only ever skipped, rolled back or
+        stopped at."""
+        can_repair = self.recorder is None or self.recorder.is_whole
+        self.ladder.rungs = [rung for rung in self._rungs if can_repair or rung.name in WITHOUT_THE_LOSS]
 
     def _compute_with(self, loss_fn: LossFn) -> None:
         """From now on the loss can be computed by us."""
         if self.recorder is not None:
             self.recorder.remove()
             self.recorder, self._step.blind_spot = None, str
-            self.ladder.rungs = Ladder(self.config.recovery).rungs
+            self.choose_rungs()
         self.loss_fn = adapt_loss(loss_fn)
         self._step.include(modules_behind(self.loss_fn))
 
@@ -324,7 +336,7 @@ class LoopGuard:
             return
         result = self.result
         self.closed = True
-        _open_guards.discard(self)
+        open_guards.discard(self)
         self._turn.let_go()
         for tell in self.on_end_do:
             tell()
@@ -373,14 +385,3 @@ class LoopGuard:
     def on_incident(self, incident: Incident) -> None:
         for tell in self.on_incident_do:
             tell(incident)
-
-
-_open_guards: weakref.WeakSet[LoopGuard] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A loop that forgets to close its guard still gets its summary; one that raised, with that."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for guard in list(_open_guards):
-        guard.ended(error)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..core.view import DeviceStep, FirstLoss
+from ..core.verdict import Decision
+from ..core.view import DeviceStep, FirstLoss, StepView
 from ..distributed.agreement import RankState
 from ..distributed.comm import Link
 from ..distributed.machine import Machine
+from ..optim.optimizers import OptimizerGroup
 from ..precision.mixed import Precision
 from ..step.exchange import AttemptWatch
 from ..step.joint import JointExchange
@@ -98,6 +100,7 @@ class HostedStep(Step):
     """The loop adds up the losses of a window where it does not divide each by their number."""
     moving: Callable[[], object] | None = None
     """What the loop has asked for, to be done when the step commits: its own `optimizer.step()`, or that of its scaler."""
+    _to_learn: tuple[StepView, Decision] | None = None
 
     def __init__(self, *args: Any, precision: HostedPrecision, **kwargs: Any) -> None:
         self._precision = precision
@@ -135,6 +138,18 @@ class HostedStep(Step):
             self.moving()
         else:
             super().move()
+
+    def learn(self, view: StepView, decision: Decision) -> None:
+        if self.moving is None or not isinstance(self.optimizer, OptimizerGroup):
+            super().learn(view, decision)
+        else:  # the loop's other optimizers have not stepped yet
+            self._to_learn = view, decision
+
+    def learn_at_the_end(self) -> None:
+        """When the loop has left the block of a committed step."""
+        if self._to_learn is not None:
+            learned, self._to_learn = self._to_learn, None
+            super().learn(*learned)
 
     def advance(self, refused: Tensor | None = None) -> None:
         if self.drives:

@@ -13,6 +13,10 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError
 
+SEVERAL_CLOSURES = (
+    "calls its closure several times within one step, so a step cannot be judged before it moves the weights.\n"
+    "To fix: use a first-order optimizer such as torch.optim.AdamW, or examine batches with safetrain.forensics."
+)
 Decide = Callable[[Optimizer, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -81,17 +85,26 @@ class OptimizerSteps:
             )
 
 
-def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
+def evaluated(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Calls the closure of `optimizer.step(closure)`, if there is one, as a first-order optimizer does first. The optimizer is then
-    given one that returns that loss, and evaluates again only if it is called again."""
+    given one that returns that loss, once."""
     closure = args[0] if args else kwargs.get("closure")
     if not callable(closure):
         return None, (args, kwargs)
     with torch.enable_grad():
         value = closure()
-    first = [value]
+    first, before = [value], _moved_by_step(optimizer)
 
     def again() -> Any:
-        return first.pop() if first else closure()
+        if not first or _moved_by_step(optimizer) != before:
+            raise UsageError(f"{type(optimizer).__name__} {SEVERAL_CLOSURES}")
+        return first.pop()
 
     return value, ((again, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": again})
+
+
+def _moved_by_step(optimizer: Optimizer) -> list[tuple[int, int]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter._version, id(parameter.grad)) for parameter in parameters]

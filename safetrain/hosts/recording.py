@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._private.host import scalar_factor
 from ..tensors.nest import leaves
 
 
@@ -30,8 +30,7 @@ class Recorder:
         """Between the model's outputs and the loss."""
         self.loss_path: int | None = None
         """Which of the tensors that the model returns is the loss; None if the loop computes it."""
-        self.is_known = False
-        self._is_on = False
+        self._is_known = self._is_partial = self._is_on = False
         before = model.register_forward_pre_hook(self._called, with_kwargs=True)
         after = model.register_forward_hook(self._returned, with_kwargs=True)
         self._handles = before, after
@@ -40,9 +39,20 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def is_whole(self) -> bool:
+        """A replay computes the loss of this step as the loop did."""
+        return self.loss_path is not None and not self._is_partial
+
     def begin(self) -> None:
-        self._is_on = True
+        self._is_on, self._is_partial = True, False
         self.calls, self._outputs, self._gradients = [], [], []
+
+    def forget(self, count: int) -> None:
+        """The first calls: the loop has thrown their gradients away."""
+        del self.calls[:count], self._outputs[:count], self._gradients[:count]
+        for index, call in enumerate(self.calls):
+            call["index"] = index
 
     def end(self) -> None:
         self._is_on = False
@@ -61,45 +71,57 @@ class Recorder:
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._is_on and torch.is_grad_enabled() and self._outputs and not self._outputs[-1]):
             return
-        self._outputs[-1] = outputs = tensors_returned(output)
-        if self.loss_path is not None:
-            return
+        self._outputs[-1] = tensors_returned(output)
+        if self.loss_path is None:
+            self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        outputs = self._outputs[-1]
         gradients: list[Tensor | None] = [None] * len(outputs)
         self._gradients[-1] = gradients
         for index, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(_keeper(gradients, index))  # type: ignore[no-untyped-call]
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Before its backward: is it one of the tensors that the model returned?"""
+    def note_loss(self, loss: Tensor, factor: float, node: Any) -> None:
+        """Before its backward: is it one of the tensors that the model returned? `factor` and `node` are those of `scalar_factor`."""
         if not self._outputs:
             return
-        if self.is_known:
-            if self.loss_path is None:
-                self._operations = operations_between(loss, self._outputs[-1])
-            return
-        self.is_known = True
-        _, node = scalar_factor(loss)
-        outputs = self._outputs[-1]
-        for index, tensor in enumerate(outputs):
-            if tensor.numel() == 1 and tensor.grad_fn is not None and tensor.grad_fn in (node, loss.grad_fn):
-                self.loss_path = index
-        if self.loss_path is None:
+        outputs, ends, path = self._outputs[-1], (node, loss.grad_fn), self.loss_path
+        if not self._is_known:
+            self._is_known = True
+            for index, tensor in enumerate(outputs):
+                if tensor.numel() == 1 and tensor.grad_fn is not None and tensor.grad_fn in ends:
+                    self.loss_path = index
+        elif path is not None and (
+            path >= len(outputs) or outputs[path].grad_fn not in ends or not math.isfinite(factor)
+        ):
+            self._is_partial = True  # in this step the loop made another loss of it
+            self._keep_gradients()
+        if not self.is_whole:
+            self.calls[-1]["is_whole"] = False
             self._operations = operations_between(loss, outputs)
 
-    def window(self, losses: list[Tensor], loss_scale: float) -> list[dict[str, Any]]:
-        """The recorded calls of this step."""
-        known = len(losses) == len(self.calls)
-        self._losses = losses if known else [torch.stack(losses).sum() / len(self.calls)] * len(self.calls)
-        self._scale = loss_scale
+    def window(
+        self, losses: list[Tensor], factors: list[float], loss_scale: float, is_divided: bool
+    ) -> list[dict[str, Any]]:
+        """The recorded calls of this step. `is_divided`: by the number of micro-batches, which a replay does too."""
+        count = len(self.calls)
+        if len(losses) != count:  # several calls for one loss
+            losses, factors = [torch.stack(losses).sum()] * count, [1.0] * count
+        self._losses = [loss * count for loss in losses] if is_divided else losses
+        for call, factor in zip(self.calls, factors, strict=True):
+            call["factor"] = 1.0 if is_divided else factor
+        self._scale = loss_scale / count if is_divided else loss_scale
         return list(self.calls)
 
     def replay(self, model: nn.Module, call: Mapping[str, Any]) -> Any:
         """In place of a loss function."""
         tensors = tensors_returned(model(*call["args"], **call["kwargs"]))
-        if self.loss_path is not None:
-            return tensors[self.loss_path]
-        index = call["index"]
+        index, factor = call["index"], call.get("factor", 1.0)
+        if self.loss_path is not None and call.get("is_whole", True):
+            loss = tensors[self.loss_path]
+            return loss if factor == 1.0 else loss * factor
         gradients = self._gradients[index] if index < len(self._gradients) else []
         pulled = [
             (tensor * (gradient / self._scale)).sum().float()
@@ -109,14 +131,14 @@ class Recorder:
         ]
         if not pulled:
             return sum(t.float().sum() for t in tensors if t.is_floating_point() and t.requires_grad)
-        total, loss = torch.stack(pulled).sum(), self._losses[index].to(torch.float32)
+        total, value = torch.stack(pulled).sum(), self._losses[index].to(torch.float32)
         return (
-            total - total.detach() + loss if bool(loss.isfinite()) else total
+            total - total.detach() + value if bool(value.isfinite()) else total
         )  # the loop's loss, with these gradients
 
     def blind_spot(self) -> str:
         """For people: what a replay cannot show."""
-        if self.loss_path is not None:
+        if self.is_whole:
             return ""
         how = f" ({' ← '.join(self._operations)})" if self._operations else ""
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,16 @@ from torch.optim import LBFGS, Optimizer
 
 from ..config.load import load
 from ..config.schema import Config
+from ..core.loss import split_loss
 from ..data.sources import Source
 from ..errors import ConfigError, UsageError
 from ..optim.optimizers import OptimizerGroup
 from ..precision.autocast import AUTOCAST_DTYPES
 from ..step.step import Step
+from ..tensors.nest import same_nest
+from ..tensors.rng import undisturbed_rng
 from ..trainer import checks
+from .interception import SEVERAL_CLOSURES
 
 LOOPS_OWN = ("trainer", "model", "data", "loss", "optimizer", "scheduler", "loop")
 """Sections of a config that say what the loop does itself."""
@@ -74,10 +79,7 @@ def as_one(given: Any, model: nn.Module) -> tuple[list[Optimizer], Optimizer]:
     optimizers = [bare(each, "optimizer") for each in many]
     for each in optimizers:
         if isinstance(each, LBFGS):
-            raise UsageError(
-                "LBFGS calls its closure several times within one step, so a step cannot be judged before it moves the weights.\n"
-                "To fix: use a first-order optimizer such as torch.optim.AdamW, or examine batches with safetrain.forensics."
-            )
+            raise UsageError(f"LBFGS {SEVERAL_CLOSURES}")
         checks.check_optimizer(model, each)
     if len(optimizers) == 1:
         return optimizers, optimizers[0]
@@ -156,6 +158,29 @@ def check_first_step(step: Step, losses: Sequence[Tensor]) -> None:
             "To fix: put loss.backward() into the block: with guard.step(batch): …; a loop that makes its gradients in another way "
             "(torch.func, a kernel of its own) calls guard.note_loss(loss) before optimizer.step()."
         )
+
+
+def check_loss_fn(step: Step, batch: Any, loss: float) -> str | None:
+    """In the first step: `loss_fn` is what replays and repairs compute. What is odd about it; raises if it cannot be called."""
+    transaction = step.transaction
+    with undisturbed_rng(), transaction.aside(), step.precision.autocast():
+        transaction.random_state.restore()
+        try:
+            found, _ = split_loss(step.training_step(step.model, same_nest(batch)), "loss_fn")
+        except Exception as error:
+            raise UsageError(
+                f"loss_fn(model, batch) raised {type(error).__name__}: {error}. A refused step is replayed with it.\n"
+                "To fix: loss_fn takes the model and what guard.step(batch) was given, and returns the loss that the loop calls "
+                "backward on."
+            ) from error
+        value = float(found.detach())
+    tolerance = 1e-3 if step.precision.name == "fp32" else 3e-2
+    if not math.isfinite(value) or not math.isfinite(loss) or abs(value - loss) <= tolerance * max(abs(loss), 1e-3):
+        return None
+    return (
+        f"loss_fn(model, batch) is {value:.6g} in the first step, and the loop called backward on {loss:.6g}: if they differ by more than "
+        "random numbers, a replay or a repair computes something else than the loop"
+    )
 
 
 class AutocastSeen:

@@ -28,34 +28,16 @@ from ..tensors.nest import to_device
 from ..trainer.session import Session
 from .hosted_step import HostedPrecision, HostedStep
 from .interception import OptimizerSteps, evaluated
-from .settings import AutocastSeen, Kept, check_first_step, check_precision
+from .settings import AutocastSeen, Kept, check_first_step, check_loss_fn, check_precision
+from .window import Window
 
 if TYPE_CHECKING:
     from .guard import LoopGuard
 
 COMMITTED, REFUSED, OVERFLOWED = "committed", "refused", "overflow"
 MANY_BLOCKS = 512
-
-
-class Window:
-    """A step that the loop is making."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self.losses: list[Tensor] = []
-        """What backward was called on, detached."""
-        self.factors: list[float] = []
-        """By what the loop has multiplied each of them."""
-        self.num_blocks = 0
-        self.outcome: str | None = None
-        self.stepped: list[Optimizer] = []
-        self.lr_scale = 1.0
-        self.scaler: GradScaler | None = None
-        """The loop's scaler, which is to forget this step."""
-        self.is_done = False
-        """Refused, or repaired and committed: what the loop still asks for in this step is left out."""
-        self.kept: Kept | None = None
-        """What the loop may move after a refusal, and must not."""
+MANY_LEFT_OUT = 3
+"""Steps at the start that were never taken: then the loop has not left them out, but calls `optimizer.step()` in the wrong place."""
 
 
 class Turn:
@@ -73,7 +55,7 @@ class Turn:
         self._inside = ExitStack()
         self._is_inside = self._is_busy = False
         self._scaled: dict[int, Tensor] = {}
-        self._num_decided = 0
+        self._num_decided = self._num_left_out = 0
         self.was_committed = False
 
     def let_go(self) -> None:
@@ -128,7 +110,8 @@ class Turn:
                 self._finish(window)
             elif not window.losses:  # the loop has left the step out by itself, or only looked at something
                 self._window = None
-                self._activity.begin(LOOP)
+        if self._window is None:
+            self._activity.begin(LOOP)
         if error is not None and not is_refused:
             self._guard.ended_by(error)
         return is_refused
@@ -143,21 +126,26 @@ class Turn:
 
     def _begin_block(self, batches: list[Any]) -> None:
         step, window = self._step, self._window
-        if window is None:
-            window = self._window = Window()
-            self._activity.begin(STEP)
-            self._scaled.clear()
-            step.begin(batches or [()])
-            if self._guard.recorder is not None:
-                self._guard.recorder.begin()
-        else:
-            if window.losses and all(p.grad is None for p in step.parameters):
+        if window is not None and window.losses and self._are_cleared():  # the loop has left that step out by itself
+            window = None
+            self._num_left_out += 1
+            if self._num_decided == 0 and self._num_left_out >= MANY_LEFT_OUT:
                 raise UsageError(
                     "the gradients of the last block were cleared, and optimizer.step() was not called in it.\n"
                     "To fix: put optimizer.step() into the block, before zero_grad(): with guard.step(batch): …; loss.backward(); "
                     "optimizer.step(); optimizer.zero_grad()"
                 )
+        recorder = self._guard.recorder
+        if window is None:
+            window = self._window = Window()
+            self._activity.begin(STEP)
+            self._scaled.clear()
+            step.begin(batches or [()])
+            if recorder is not None:
+                recorder.begin()
+        else:
             step.transaction.extend(batches)
+            window.before = len(window.batches), len(window.losses), 0 if recorder is None else len(recorder.calls)
         window.batches += batches
         window.num_blocks += 1
         if window.num_blocks == MANY_BLOCKS:
@@ -169,6 +157,7 @@ class Turn:
         """Between two steps: what the loop moved after a refusal goes back, and snapshots are taken when due."""
         self._window = None
         self._activity.begin(LOOP)
+        self._step.learn_at_the_end()
         if window.kept is not None:
             window.kept.restore()
         if window.scaler is not None:  # the loop did not call update()
@@ -194,6 +183,7 @@ class Turn:
         view = step.view_of_error(error, window.batches or batches)
         if not step.exchange.explains(step, view):
             return False
+        self._guard.choose_rungs()
         with self._ends_with_an_error(), self.ours():
             action = self._session.refused_by_error(view, batches, random_state)
         self._window = window
@@ -228,12 +218,24 @@ class Turn:
                 f"backward was called on a tensor of shape {tuple(loss.shape)}, so this step has no loss to judge.\n"
                 "To fix: call backward on a scalar loss, loss.mean().backward()."
             )
-        if (recorder := self._guard.recorder) is not None:
-            recorder.note_loss(loss)
-            if recorder.is_known and recorder.loss_path is None:
-                self._guard.cannot_repair()
-        window.factors.append(host.scalar_factor(loss)[0])
+        if window.before[1] == len(window.losses) > 0 and self._are_cleared():
+            self._forget_earlier(window)  # the loop has left that step out by itself
+        factor, node = host.scalar_factor(loss)
+        if self._guard.recorder is not None:
+            self._guard.recorder.note_loss(loss, factor, node)
+        window.factors.append(factor)
         window.losses.append(loss.detach().reshape(()))
+
+    def _are_cleared(self) -> bool:
+        return all(parameter.grad is None for parameter in self._step.parameters)
+
+    def _forget_earlier(self, window: Window) -> None:
+        """What came before the present block is not in the gradients."""
+        num_batches, num_losses, num_calls = window.before
+        del window.batches[:num_batches], window.losses[:num_losses], window.factors[:num_losses]
+        window.before, window.num_blocks = (0, 0, 0), 1
+        if self._guard.recorder is not None:
+            self._guard.recorder.forget(num_calls)
 
     def on_scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
         if self._window is not None and not self._is_busy and loss.requires_grad:
@@ -272,7 +274,7 @@ class Turn:
             )
         if window.outcome is not None:
             return self._decided_before(window, optimizer, proceed, args, kwargs)
-        value, (args, kwargs) = evaluated(args, kwargs)
+        value, (args, kwargs) = evaluated(optimizer, args, kwargs)
         window.stepped.append(optimizer)
         with self._ends_with_an_error():
             answer = self._judge(window, optimizer, lambda: proceed(*args, **kwargs))
@@ -307,6 +309,10 @@ class Turn:
         elif not window.losses:
             check_first_step(step, window.losses)
         losses = self._true_losses(window)
+        if self._guard.checks_loss:
+            self._guard.checks_loss = False
+            if len(losses) == len(window.batches) and (odd := check_loss_fn(step, window.batches[0], float(losses[0]))):
+                self._session.run.say_once(odd, is_warning=True)
         step.transaction.notice_writes()
         measurement = step.measure(self._seen(window), losses, [])
         view = step.view(measurement)
@@ -337,6 +343,7 @@ class Turn:
         step.undo(view.loss_scale)
         window.scaler = self._precision.host_scaler
         step.moving = None
+        self._guard.choose_rungs()
         with self.ours(), self._steps.passing():
             action = self._session.refused(view, decision, batches)
         self._decided(window, action)
@@ -348,12 +355,11 @@ class Turn:
     def _true_losses(self, window: Window) -> list[Tensor]:
         """One for each micro-batch, before the loop divided it by their number."""
         losses, count = window.losses, len(window.losses)
+        self._step.sums_losses = not window.is_divided
+        if window.is_divided:
+            return [loss * count for loss in losses]
         if count == 1:
             return list(losses)
-        is_divided = all(abs(factor * count - 1.0) < 1e-3 for factor in window.factors)
-        self._step.sums_losses = not is_divided
-        if is_divided:
-            return [loss * count for loss in losses]
         if len(window.batches) == count or self._guard.recorder is not None:
             return list(losses)
         return [torch.stack([loss.float() for loss in losses]).sum()]  # several terms of one loss
@@ -361,8 +367,8 @@ class Turn:
     def _replayable(self, window: Window, loss_scale: float = 1.0) -> Sequence[Any]:
         """What a replay calls the loss function with."""
         if (recorder := self._guard.recorder) is not None:
-            losses = window.losses or [torch.full((), torch.nan)]
-            return recorder.window(losses, loss_scale) or window.batches or [()]
+            losses, factors = window.losses or [torch.full((), torch.nan)], window.factors or [1.0]
+            return recorder.window(losses, factors, loss_scale, window.is_divided) or window.batches or [()]
         return [to_device(batch, self._step.device) for batch in window.batches]
 
     def _seen(self, window: Window) -> Sequence[Any]:
@@ -373,7 +379,7 @@ class Turn:
 
     def _good_window(self, window: Window) -> Sequence[Any]:
         recorder = self._guard.recorder
-        if recorder is not None and recorder.loss_path is None:
+        if recorder is not None and not recorder.is_whole:
             return ()  # a replay would give the recorded loss again, whatever the weights are
         return self._replayable(window)
 

@@ -71,6 +71,7 @@ class SafetrainCallback(Callback):  # type: ignore[misc, unused-ignore]
             run_dir=self._run_dir,
             guards=self._guards,
         )
+        self.guard.checks_loss = False  # it is the host's own
         if self._loaded is not None:
             self.guard.load_state_dict(self._loaded)
             self._loaded = None

@@ -70,6 +70,7 @@ class SafetrainCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             run_dir=self._run_dir,
             guards=self._guards,
         )
+        self.guard.checks_loss = False  # it is the host's own
         self.guard.on_end_do.append(self._let_go)
         self._resume(args, state)
         self._wrap("training_step", self._training_step)

@@ -289,18 +289,21 @@ class Run:
     @contextmanager
     def recorded(self, notes_signals: bool = True) -> Iterator[None]:
         """Whatever ends the run inside, its summary is written and its files are closed."""
-        self.result.status = "error"
+        self.result.status = "running"
         try:
             signals = self.config.loop.end_on_signals if notes_signals else None
             with reported_to(self.telemetry.noted), signals_noted(signals, self._asked_to_end):
                 yield
-            if self.result.status == "error":
+            if self.result.status == "running":
                 self.result.status, self.result.stop_reason = "done", self.stop_reason
         except TrainingStopped:
             self.result.status = "stopped"
             raise
         except (Interrupted, KeyboardInterrupt):
             self.result.status = "interrupted"
+            raise
+        except BaseException:
+            self.result.status = "error"
             raise
         finally:
             self._count_guard_seconds()

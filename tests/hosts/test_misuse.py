@@ -25,10 +25,11 @@ def test_step_outside_of_a_block(make_guard, parts):
 def test_step_left_out(make_guard, parts):
     model, optimizer, batches = parts
     guard = make_guard(model, optimizer)
-    with guard.step(batches[0]):
-        mse(model, batches[0]).backward()
-        optimizer.zero_grad()
-    with pytest.raises(UsageError, match=r"optimizer\.step\(\) was not called"), guard.step(batches[1]):
+    for batch in batches:
+        with guard.step(batch):
+            mse(model, batch).backward()
+            optimizer.zero_grad()
+    with pytest.raises(UsageError, match=r"optimizer\.step\(\) was not called"), guard.step(batches[0]):
         pass
 
 
@@ -119,6 +120,48 @@ def test_an_optimizer_whose_step_is_replaced_afterwards(make_guard, parts):
     with pytest.raises(UsageError, match="replaced after watch"), guard.step(batches[0]):
         mse(model, batches[0]).backward()
         optimizer.step()
+
+
+def test_an_optimizer_that_moves_the_weights_before_its_closure(make_guard, parts):
+    model, _, batches = parts
+
+    class Perturbed(torch.optim.SGD):
+        def step(self, closure):
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(0.01)
+            closure()
+            super().step()
+
+    optimizer = Perturbed(model.parameters(), lr=0.1)
+    guard = make_guard(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse(model, batches[0])
+        loss.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="closure several times"), guard.step(batches[0]):
+        optimizer.step(closure)
+
+
+def test_a_loss_function_that_cannot_take_the_batch(make_guard, parts):
+    model, optimizer, batches = parts
+    guard = make_guard(model, optimizer, loss_fn=mse)
+    with pytest.raises(UsageError, match=r"loss_fn\(model, batch\) raised TypeError"), guard.step(None):
+        mse(model, batches[0]).backward()
+        optimizer.step()
+
+
+def test_a_loss_function_that_computes_another_loss(make_guard, parts, caplog):
+    model, optimizer, batches = parts
+    guard = make_guard(model, optimizer, loss_fn=mse)
+    with guard.step(batches[0]):
+        (3 * mse(model, batches[0])).backward()
+        optimizer.step()
+    assert "the loop called backward on" in caplog.text
+    assert guard.result.steps == 1
 
 
 def test_lbfgs(parts):
