@@ -296,14 +296,11 @@ class Run:
                 yield
             if self.result.status == "running":
                 self.result.status, self.result.stop_reason = "done", self.stop_reason
-        except TrainingStopped:
-            self.result.status = "stopped"
-            raise
-        except (Interrupted, KeyboardInterrupt):
-            self.result.status = "interrupted"
-            raise
-        except BaseException:
-            self.result.status = "error"
+        except BaseException as error:
+            is_end = isinstance(error, (Interrupted, KeyboardInterrupt))
+            self.result.status = (
+                "stopped" if isinstance(error, TrainingStopped) else "interrupted" if is_end else "error"
+            )
             raise
         finally:
             self._count_guard_seconds()
