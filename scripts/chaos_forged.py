@@ -175,7 +175,13 @@ def damage_config(path: Path, rng: random.Random) -> None:
             "_target_": target,
             **rng.choice(({}, {"path": TRACE}, {"modules": [{"_target_": rng.choice(TARGETS)}]})),
         }
-        config[rng.choice(("model", "loss", "optimizer", "trainer", "scheduler"))] = node
+        whole = ("model", "loss", "optimizer", "trainer", "scheduler")
+        inside = ("guards.mine", "data.collate_fn", "data.train", "data.eval", "logging.sinks", "recovery.ladder")
+        section, _, key = rng.choice((*whole, *inside)).partition(".")
+        if not key:
+            config[section] = node
+        else:
+            config[section][key] = {"sinks": [node], "ladder": [target]}.get(key, node)
     else:
         config = change_somewhere(config, rng)
     with contextlib.suppress(Exception):
@@ -234,16 +240,19 @@ def commands(run_dir: Path, rng: random.Random, what: str) -> Iterator[list[str]
         ["diagnose", str(run_dir)],
         ["config", "show", f"{run_dir}/config.yaml"],
         ["config", "validate", f"{run_dir}/config.yaml"],
+        ["explain", f"{run_dir}/config.yaml"],
+        ["simulate", str(run_dir)],
+        ["fix", bundle, "--seconds", "1"],
     ]
     about = {
-        "replay": (0,),
+        "replay": (0, 7),
         "batch": (0,),
-        "config": (0, 3, 4),
-        "journal": (1, 2),
+        "config": (0, 3, 4, 5, 7),
+        "journal": (1, 2, 6),
         "incident": (0, 1, 2),
         "summary": (1,),
     }
-    chosen = sorted({index for name in what.split("+") for index in about.get(name, (rng.randrange(5),))})
+    chosen = sorted({index for name in what.split("+") for index in about.get(name, (rng.randrange(len(every)),))})
     yield from (every[index] for index in chosen)
     if not {"config", "bytes"} & {*what.split("+")}:  # what a resume runs is the user's own config
         yield ["resume", str(run_dir), "loop.max_epochs=3"]

@@ -214,7 +214,7 @@ class Small(Trainer):
 
 class Adam(Small):
     def build_optimizer(self, model: torch.nn.Module) -> Any:
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

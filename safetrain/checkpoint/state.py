@@ -113,7 +113,7 @@ class TrainState:
             "optimizer": optimizer,
             "scheduler": parts.schedule.state_dict(),
             "scaler": parts.precision.state_dict(),
-            "guards": {guard.name: guard.state_dict() for guard in parts.guards},
+            "guards": parts.guards.state_dict(),
             **{name: part.state_dict() for name, part in parts.stateful.items()},
             "extra_state": _extra_state(parts.model),
             "frozen": _frozen(parts),

@@ -95,7 +95,12 @@ class GuardSet(MutableSequence[Guard]):
                 self._model = None
 
     def _attach(self, guard: Guard, model: nn.Module) -> None:
-        if (remove := guard.attach(model)) is not None:
+        try:
+            remove = guard.attach(model)
+        except Exception as error:
+            self._go_on_without(guard, error, "attach")
+            return
+        if remove is not None:
             self._hooks.callback(remove)
 
     def inspect(self, first: FirstLoss) -> None:
@@ -167,14 +172,31 @@ class GuardSet(MutableSequence[Guard]):
         """Raise what a guard has raised, or report it and do not ask this guard to measure, learn or begin any more."""
         if not is_contained(error, guard, f"the guard {guard.name}, in {method}", "the run goes on without it"):
             raise error
-        self._broken.append(guard)
+        if guard not in self._broken:
+            self._broken.append(guard)
         for asked in (self._begin, self._measure, self._limits, self._learn):
             if guard in asked:
                 asked.remove(guard)
 
     def explain(self, view: StepView) -> bool:
         """Whether a guard knows why forward or backward raised."""
-        return any(guard.explains(view) for guard in self._members)
+        for guard in self._members:
+            try:
+                if guard.explains(view):
+                    return True
+            except Exception as error:
+                self._go_on_without(guard, error, "explains")
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What each of them has learned, by name; of a broken one nothing."""
+        states = {}
+        for guard in [each for each in self._members if each not in self._broken]:
+            try:
+                states[guard.name] = guard.state_dict()
+            except Exception as error:
+                self._go_on_without(guard, error, "state_dict")
+        return states
 
     def learn(self, view: StepView, decision: Decision) -> None:
         for guard in list(self._learn):

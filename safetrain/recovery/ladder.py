@@ -32,7 +32,7 @@ class Ladder:
         if case.decision.action is Action.STOP:
             return Resolution(Action.STOP)
         for rung in self.rungs:
-            if not self._allowed(rung) or not rung.fits(case):
+            if not self._allowed(rung) or not self._fits(rung, case, repairs):
                 continue
             budget = rung.budget(self.config)
             if self._num_spent(rung, case.view.step) >= budget:
@@ -46,6 +46,15 @@ class Ladder:
                 return self._bounded(replace(outcome, reasons=reasons), case.view.step)
             notes.append(f"{rung.name}: {outcome}")
         return Resolution(Action.STOP, [*notes, "recovery: nothing is left to try"])
+
+    def _fits(self, rung: Rung, case: RefusedStep, repairs: Repairs) -> bool:
+        try:
+            return rung.fits(case)
+        except Exception as error:
+            what = f"the rung {rung.name}, in fits"
+            if not repairs.runs_alone or not is_contained(error, rung, what, "the next one is tried"):
+                raise
+            return False
 
     def _climbed(self, rung: Rung, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         """What a rung made of it. One that is broken is passed over, with the step undone as before it."""

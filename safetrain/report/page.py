@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -176,7 +177,7 @@ def render(views: Sequence[RunView], environment: Environment | None = None) -> 
 
 def _render(environment: Environment, template: str, **content: Any) -> str:
     script = _resource("report.js")
-    return environment.get_template(template).render(
+    text = environment.get_template(template).render(
         content,
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -184,6 +185,11 @@ def _render(environment: Environment, template: str, **content: Any) -> str:
         version=__version__,
         now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+    # Names and messages of others: what a terminal acts on, or what turns the order of text around, is shown as an escape.
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _compared(views: Sequence[RunView]) -> list[tuple[str, Figure | None, Figure | None]]:

@@ -47,8 +47,11 @@ def train(make: Make, run_dir: Path, **more: Any) -> tuple[Any, str]:
         (Spike, "judge"),
         (Spike, "learn"),
         (Spike, "limits"),
+        (Spike, "attach"),
+        (Spike, "state_dict"),
         (Investigator, "_diagnose"),
         (Samples, "climb"),
+        (Samples, "fits"),
         (TensorBoard, "logged"),
     ],
 )

@@ -16,8 +16,9 @@ from safetrain.checkpoint.plain import MAX_EXPANDED, load_plain
 from safetrain.checkpoint.store import CheckpointStore
 from safetrain.cli.main import run
 from safetrain.core.incident import Incident, Origin, Outcome, Trigger
-from safetrain.incidents.bundle import incident_from, read_bundle
+from safetrain.incidents.bundle import incident_from, read_bundle, write_report
 from safetrain.incidents.render import source_lines
+from safetrain.report import write_incident_page
 from safetrain.telemetry.console import Console
 
 
@@ -178,12 +179,25 @@ def test_control_codes_reach_no_terminal(capsys: pytest.CaptureFixture[str], tmp
     console.rolled_back(1, 1, evil)
     console.evaluated({"step": 1, evil: 1.0}, True)
     console.incident(made(tmp_path, fix=evil))
+    (tmp_path / "evil.yaml").write_text(f"name: {json.dumps(evil)}\nmodel: {{_target_: torch.nn.ReLU}}")
+    assert run(["explain", str(tmp_path / "evil.yaml")]) == 0
     assert run(["fit", evil]) == 2
     assert run(["config", "show", "quickstart", f"model.{evil}=1"]) == 2
     captured = capsys.readouterr()
     assert "owned" in captured.out
     assert "owned" in captured.err
     assert "\x1b" not in captured.out + captured.err
+
+
+def test_control_codes_reach_no_report(tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07\x9b31m\u202e\ud800"
+    incident = made(tmp_path, fix=evil, origin=Origin("forward", module=evil, code=evil))
+    write_report(tmp_path, incident)
+    write_incident_page(tmp_path, incident)
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / name).read_text()
+        assert "owned" in text
+        assert not any(code in text for code in "\x1b\x07\x9b\u202e")
 
 
 def test_a_bundle_of_other_types_is_not_as_written(tmp_path: Path) -> None:
