@@ -43,6 +43,24 @@ ELSEWHERE = {
     "on_train_epoch_end": "on_epoch_end",
 }
 """What other frameworks call them."""
+PARTS = (
+    "config",
+    "machine",
+    "model",
+    "guards",
+    "precision",
+    "loss_fn",
+    "optimizer",
+    "scheduler",
+    "stream",
+    "ema",
+    "ladder",
+    "stepper",
+    "evaluation",
+)
+"""Attributes that the constructor of a trainer sets."""
+REPLACEABLE = {"loss_fn", "scheduler", "guards", "ladder"}
+"""Those that may be set anew before `fit`."""
 
 
 def check_hooks(cls: type, base: type) -> None:
@@ -52,6 +70,31 @@ def check_hooks(cls: type, base: type) -> None:
         if name not in HOOKS and not hasattr(base, name) and (meant := _meant(name)) and not _is_called(name, own):
             raise _never_called(cls, base, name, meant, HOOKS)
     _check_parameters(cls, own, HOOKS)
+    _check_not_ours(cls, base)
+
+
+def _check_not_ours(cls: type, base: type) -> None:
+    """A name of the trainer's that is given another meaning, by accident: what the trainer calls would be the user's."""
+    for name, value in vars(cls).items():
+        ours = getattr(base, name, None)
+        if name in PARTS and not isinstance(value, property):
+            instead = f"build_{name}" if f"build_{name}" in HOOKS else f"{name}=… of the constructor, or another name"
+            raise TypeError(
+                f"{cls.__name__}.{name} would never be used: the constructor sets {name} of each {base.__name__}.\nTo fix: {instead}."
+            )
+        if name in HOOKS or name.startswith("__") or ours is None:
+            continue
+        if isinstance(ours, property):
+            is_other = not isinstance(value, (property, functools.cached_property))
+        elif inspect.isfunction(ours):
+            expected = f"{name}({', '.join(inspect.signature(ours).parameters)})"
+            is_other = not callable(getattr(value, "__func__", value)) or _misfit(value, expected) is not None
+        else:
+            continue
+        if is_other:
+            raise TypeError(
+                f"{cls.__name__}.{name} replaces {base.__name__}.{name}, which the trainer needs.\nTo fix: give yours another name."
+            )
 
 
 @functools.cache

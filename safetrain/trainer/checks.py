@@ -151,3 +151,14 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer, evaluates: bool) -> No
             "ReduceLROnPlateau follows loop.monitor of the evaluations, and there is no evaluation data: it would never be stepped.\n"
             "To fix: pass eval_data (data.eval in a config), or use a schedule over steps."
         )
+
+
+def check_parts(trainer: object, made: Mapping[str, int]) -> None:
+    """What the constructor has set, other parts of the trainer hold as well: with another one nothing would change, or something would
+    fail later. `made`: the id of each part."""
+    for name, identity in made.items():
+        if id(now := getattr(trainer, name)) != identity:
+            raise UsageError(
+                f"the attribute {name} of the trainer was replaced by a {type(now).__name__} after it was made.\n"
+                f"To fix: give an attribute of your own another name; another {name} needs a new trainer."
+            )

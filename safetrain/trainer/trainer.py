@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.loss import LossFn
+from ..core.protocols import PARTS, REPLACEABLE
 from ..core.result import FitResult
 from ..core.verdict import Action, Verdict
 from ..errors import Interrupted, UsageError
@@ -107,6 +108,7 @@ class SafeTrainer(TrainerHooks):
         )
         self.evaluation = Evaluation(evaluated, loop, self.stepper, self.evaluation_step, self.machine.link)
         self._run: Run | None = None
+        self._made = {name: id(getattr(self, name)) for name in PARTS if name not in REPLACEABLE}
         for module in self.auxiliary_modules():
             place(module, self.machine.device)
 
@@ -224,6 +226,7 @@ class SafeTrainer(TrainerHooks):
         """The run's directory opened, the guards' hooks installed; everything is removed again at the end."""
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
+        checks.check_parts(self, self._made)
         step = self.stepper
         # These may have been set on this instance.
         self.loss_fn = build.choose_loss(self.loss_fn, self.config)

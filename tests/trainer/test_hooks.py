@@ -164,3 +164,36 @@ def test_two_guards_of_one_name_are_an_error(make_trainer):
     other.name = "other"
     trainer = make_trainer(train_data=make_batches(2), guards=[Quiet(), other])
     assert {"quiet", "other"} <= {guard.name for guard in trainer.guards}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"run": lambda self, epochs: None},
+        {"step": 0},
+        {"stop": lambda self: None},
+        {"rollback": True},
+        {"_save": lambda self, path: None},
+    ],
+)
+def test_a_name_of_the_trainers_cannot_be_given_another_meaning(body):
+    (name,) = body
+    with pytest.raises(TypeError, match=f"Mine.{name} replaces SafeTrainer.{name}"):
+        type("Mine", (SafeTrainer,), body)
+
+
+def test_a_method_of_the_trainers_may_be_extended():
+    class Mine(SafeTrainer):
+        def stop(self, reason="enough"):
+            super().stop(reason)
+
+    assert Mine
+
+
+def test_a_part_that_the_constructor_sets_cannot_be_a_method_nor_replaced(make_trainer):
+    with pytest.raises(TypeError, match=r"Mine.optimizer would never be used.*\nTo fix: build_optimizer"):
+        type("Mine", (SafeTrainer,), {"optimizer": lambda self: None})
+    trainer = make_trainer(train_data=make_batches(1))
+    trainer.evaluation = None
+    with pytest.raises(UsageError, match="attribute evaluation of the trainer was replaced by a NoneType"):
+        trainer.fit()
