@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._private.modules import batch_norms
 from ..config.schema import DataConfig
 from ..core.numbers import listed
+from ..core.protocols import PARTS
 from ..data.sources import LoaderSource, MapSource, Source
+from ..tensors.nest import leaves
 
 
 def notes_about(
@@ -118,3 +120,21 @@ def _samples_for_batches(source: Source) -> Iterator[str]:
             f"the data is a list of {len(data)} pairs whose second part is a single number: they are taken as batches, as they are; if they are "
             "samples, pass torch.utils.data.DataLoader(data, batch_size=…, shuffle=True)"
         )
+
+
+def carried(trainer: object) -> dict[str, tuple[int, ...]]:
+    """The attributes of a trainer, but for its parts, that hold tensors of more than one value: the ids of these."""
+    own = {name: value for name, value in vars(trainer).items() if name[0] != "_" and name not in PARTS}
+    held = {name: value for name, value in own.items() if isinstance(value, (Tensor, tuple, list, dict))}
+    found = {
+        name: tuple(id(t) for t in leaves(value) if isinstance(t, Tensor) and t.numel() > 1)
+        for name, value in held.items()
+    }
+    return {name: ids for name, ids in found.items() if ids}
+
+
+def said_of_carried(names: list[str]) -> str:
+    return (
+        f"{listed(names)} of the trainer {'holds' if len(names) == 1 else 'hold'} tensors that changed while it trained: they are neither undone with a "
+        "refused step nor saved for a resume; if training goes on from them, keep them in a buffer of the model"
+    )

@@ -28,6 +28,7 @@ from ..tensors.devices import place
 from . import build, checks
 from .evaluation import Evaluation
 from .hooks import TrainerHooks
+from .notes import carried, said_of_carried
 from .run import Run
 from .session import Session, open_session
 
@@ -227,6 +228,7 @@ class SafeTrainer(TrainerHooks):
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         checks.check_parts(self, self._made)
+        self._carried = carried(self)
         step = self.stepper
         # These may have been set on this instance.
         self.loss_fn = build.choose_loss(self.loss_fn, self.config)
@@ -281,6 +283,8 @@ class SafeTrainer(TrainerHooks):
 
     def _end_epoch(self) -> None:
         self._settle()
+        if names := [name for name, ids in carried(self).items() if ids != self._carried.get(name)]:
+            self.run.say_once(said_of_carried(names))
         self._session.epoch_ended(self.on_epoch_end, self.stream.epoch)
         self.stream.next_epoch()
         self.run.result.epochs += 1

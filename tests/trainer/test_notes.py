@@ -178,3 +178,20 @@ def test_a_run_without_a_directory_writes_nothing(tmp_path, monkeypatch, capfd):
     assert list((tmp_path / "tmp").iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
     assert "no run directory: nothing is written" in capfd.readouterr().out
+
+
+class Carrying(SafeTrainer):
+    hidden = None
+
+    def training_step(self, model, batch):
+        self.hidden, self.last_loss = batch[1].mul(2), batch[1].sum()
+        return mse(model, batch)
+
+
+def test_a_state_that_is_carried_in_an_attribute_is_said_to_be_lost(make_trainer):
+    trainer = make_trainer(None, Carrying, train_data=make_batches(2), config={"loop": {"max_epochs": 2}})
+    trainer.class_weights = torch.ones(3)
+    assert notes(trainer.fit()) == [
+        "hidden of the trainer holds tensors that changed while it trained: they are neither undone with a refused step nor saved for a resume; "
+        "if training goes on from them, keep them in a buffer of the model"
+    ]
