@@ -23,6 +23,7 @@ from ..core.verdict import Action, Verdict
 from ..data.stream import BatchStream
 from ..distributed.comm import gather, num_processes, of_first, process_rank
 from ..errors import CheckpointError, UsageError
+from ..optim.hooks import before_step
 from ..tensors.devices import is_host
 from .buffers import check_dense
 from .compatibility import as_saved
@@ -96,7 +97,7 @@ class CheckpointPolicy:
         self._seen = (0, 0)
         self._is_finishing = False
         # Snapshots are copied while the next forward and backward pass run; the update after them waits.
-        self._hook = parts.optimizer.register_step_pre_hook(lambda *_: self.snapshots.order())
+        self._hook = before_step(parts.optimizer, lambda *_: self.snapshots.order())
 
     @property
     def saves(self) -> bool:

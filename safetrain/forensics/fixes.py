@@ -33,6 +33,9 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
         text = f"{known.advice}{where}: use {safe.replace('safe.', 'safetrain.safe.')} there"
     else:
         text = f"{known.advice}{where}"
+    leaf = finding.blame.leaf
+    if finding.phase == "params" and leaf is not None and leaf.kind == "attribute":
+        text = f"{leaf.name} was left non-finite by an earlier step, not by this batch: reset it when a step is skipped, or before each sequence"
     if zero := finding.zero_parameters:
         its = "its initialisation" if len(zero) == 1 else "their initialisation"
         text += f". {' and '.join(zero[:3])} {'is' if len(zero) == 1 else 'are'} 0 throughout: change {its}"

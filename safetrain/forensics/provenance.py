@@ -134,8 +134,11 @@ class Provenance:
                 if writer is None or writer.phase != "backward" or writer.index < begin or writer.index in seen:
                     continue
                 seen.add(writer.index)
-                if writer.node_number != event.node_number and self._introduces_zeros(writer):
-                    return True
+                if writer.node_number != event.node_number:
+                    if self._introduces_zeros(writer):
+                        return True
+                    if self._has_zero_derivative(writer) or not writer.has_zero_rows:
+                        continue  # a zero that this op has made
                 following += [(access.region, writer.index) for access in writer.reads]
             regions = following
         return False
@@ -160,6 +163,14 @@ class Provenance:
             if access.name in event.masks and (writer is None or writer.phase == "forward"):
                 return True
         return False
+
+    def _has_zero_derivative(self, event: Event) -> bool:
+        """A smooth function at a point where its own derivative is 0 (a cosine at 0): what comes out is 0, and nothing is masked."""
+        if event.op != "mul" or event.node is None or event.node.startswith("Mul"):
+            return False
+        factors = [access for access in event.reads if access.name in event.masks]
+        writers = [self._tracer.writer(access.region, event.index, FINITE) for access in factors]
+        return any(made is not None and made.node_number == event.node_number for made in writers)
 
     def behind(self, sink: Region) -> tuple[set[int], set[int]]:
         """What the sink depends on, finite or not: the storages that were written before the step, and the indices of the ops."""

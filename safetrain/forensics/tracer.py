@@ -35,6 +35,7 @@ from .values import FINITE, INF, is_mask, kind_of, kind_of_number
 
 MAX_FACTS = 400
 """Steps full of intended infinities have many candidates; operand statistics are taken of this many."""
+SOFTMAX_BACKWARD = ("_log_softmax_backward_data", "_softmax_backward_data")
 LARGEST_COPY = 50_000_000
 
 Intervention = Callable[[Any], Any]
@@ -87,6 +88,8 @@ class Event:
     """For products in backward: the operands that hold zeros."""
     zero_where_bad: frozenset[str] = frozenset()
     """For products and quotients in backward: the operands that are 0 wherever the result is bad."""
+    has_zero_rows: bool = True
+    """For the derivative of a softmax: some rows of it are 0 throughout, as those of masked samples are."""
     facts: Facts | None = None
 
     @property
@@ -216,6 +219,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = self._outputs(schema, result, operands, args)
         for tensor in outputs:
             self._wrote(event, tensor, written)
+        if schema.name in SOFTMAX_BACKWARD and outputs:
+            event.has_zero_rows = bool((outputs[0] == 0).all(-1).any())
         if event.kind_out > FINITE and node is not None:
             event.frames = stack(self._until)
             if schema.name in ("mul", "div"):

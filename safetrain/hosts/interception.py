@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UsageError
+from ..optim.hooks import before_step
 
 SEVERAL_CLOSURES = (
     "calls its closure several times within one step, so a step cannot be judged before it moves the weights.\n"
@@ -56,7 +57,7 @@ class OptimizerSteps:
 
         ours = types.MethodType(step, optimizer)  # schedulers that are made later wrap a bound method
         optimizer.step = ours  # type: ignore[method-assign]
-        tripwire = optimizer.register_step_pre_hook(self._reached)
+        tripwire = before_step(optimizer, self._reached)
 
         def undo() -> None:
             tripwire.remove()

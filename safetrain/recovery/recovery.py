@@ -20,6 +20,7 @@ from ..step.step import Step
 from ..tensors.rng import RandomState
 from .investigation import Investigator, RunRecord
 from .ladder import Ladder
+from .lineage_end import note_growth, note_indices
 from .prevalence import Prevalence
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
@@ -39,6 +40,7 @@ class Recovery:
     ) -> None:
         self.ladder = ladder
         self._step, self._stream, self._run = step, stream, run
+        self._checkpoints = checkpoints
         self.repairs = Repairs(step, checkpoints)
         self.investigator = Investigator(config.forensics, step, run)
         after = config.recovery.quarantine_after if "samples" in config.recovery.heal else None
@@ -60,6 +62,8 @@ class Recovery:
         )
         with self._run.phase("recovery", f"investigating step {view.step}"):
             self.investigator.investigate(case)
+            self._note_indices(case)
+            note_growth(case.incident, self._checkpoints.snapshots.all(), self._step.model, view.step)
             self._step.transaction.restore(replayed=True)
             if (warnings := self.repairs.accept_if_harmless(case)) is not None:
                 for text in warnings:
@@ -68,6 +72,11 @@ class Recovery:
                 self.investigator.keep_replay(case)
                 self._climb(case)
         return case
+
+    def _note_indices(self, case: RefusedStep) -> None:
+        known = None if case.diagnosis is None or case.is_late else self._stream.ids(case.window)
+        if known is not None and case.diagnosis is not None:
+            note_indices(case.incident, known[case.diagnosis.micro_batch])
 
     def resolve_bad_state(self, view: StepView, decision: Decision) -> RefusedStep:
         """Recover from a state that was found to be wrong between two steps."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..optim.hooks import before_step
 from ..tensors.sharded import local
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def logging_histograms(
             num_logged = step() // every + 1
             telemetry.tensors(_weights_and_gradients(model), step())
 
-    hook = optimizer.register_step_pre_hook(before)
+    hook = before_step(optimizer, before)
     try:
         yield
     finally:

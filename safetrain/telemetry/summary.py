@@ -16,10 +16,12 @@ NUM_STEPS = 8
 
 def headline(result: FitResult) -> str:
     """`done: 180 steps committed, 0 skipped, final loss 2.3003, 6.8 s`."""
-    numbers = f"{result.steps} steps committed, {result.skipped} skipped"
+    numbers = f"{result.steps} {'step' if result.steps == 1 else 'steps'} committed, {result.skipped} skipped"
     if result.overflows:
         numbers += f" ({result.overflows} of them fp16 scaler overflows)"
-    return f"{result.status}: {numbers}, final loss {result.final_loss:.5g}, {duration(result.seconds)}"
+    is_in_vain = result.status == "done" and result.skipped - result.overflows > result.steps
+    status = "ended, but most steps were refused" if is_in_vain else result.status
+    return f"{status}: {numbers}, final loss {result.final_loss:.5g}, {duration(result.seconds)}"
 
 
 def summary_rows(result: FitResult) -> list[tuple[str, str]]:
