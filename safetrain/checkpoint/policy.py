@@ -1,7 +1,5 @@
-"""When the state of a run is saved, which checkpoints are kept, and where a rollback goes.
-
-Changes no number: with or without it, and however often it saves, the weights come out the same.
-"""
+"""When the state of a run is saved, which checkpoints are kept, and where a rollback goes. Changes no number: with or without it, and
+however often it saves, the weights come out the same."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ class CheckpointPolicy:
         self._saved_time = time.monotonic()
         self._seen = (0, 0)
         self._is_finishing = False
-        # Snapshots are copied while the next forward and backward pass run; the update after them waits.
+        # Snapshots are copied during the next forward and backward pass; the update after them waits.
         self._hook = before_step(parts.optimizer, lambda *_: self.snapshots.order())
 
     @property
