@@ -29,8 +29,7 @@ class Mailbox:
         self._store = store
         self._asked: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._unanswered: _Request | None = None
-        if store is not None:
-            threading.Thread(target=self._serve, name="safetrain-mailbox", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     @property
     def is_open(self) -> bool:
@@ -64,6 +63,9 @@ class Mailbox:
         """None if the store is gone. It waits for no answer when the network is cut: a request to it may last for ever."""
         if self._store is None or not self.answers:
             return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="safetrain-mailbox", daemon=True)
+            self._thread.start()
         request = _Request(call)
         self._asked.put(request)
         if not request.done.wait(ANSWER_SECONDS):

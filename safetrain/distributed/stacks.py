@@ -24,6 +24,8 @@ from .activity import Activity
 DEPTH = 12
 """Innermost frames that are shown of each thread."""
 ENDED = "it has ended"
+WATCHING = ("safetrain-watchdog", "safetrain-mailbox")
+"""Names of threads that are not shown."""
 OURS = str(Path(__file__).parents[1])
 _DUMP = getattr(signal, "SIGRTMIN", 0) + 6 if hasattr(signal, "SIGRTMIN") else 0
 """A worker that inherited the handler writes its stack when it gets this signal."""
@@ -51,14 +53,14 @@ def user_line() -> tuple[str, int, str] | None:
 
 
 def all_stacks() -> str:
-    """Of every thread of Python, the main one first; without the thread that asks."""
+    """Of every thread of Python, the main one first; without those that watch."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return "\n".join(
         f"thread {names.get(ident, ident)} (most recent call last):\n{''.join(traceback.format_stack(frame)[-DEPTH:]).rstrip()}"
         for ident, frame in frames
-        if ident != threading.get_ident()
+        if not names.get(ident, "").startswith(WATCHING)
     )
 
 
