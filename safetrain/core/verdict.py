@@ -48,6 +48,8 @@ class Doubt(enum.Enum):
     """The outputs of the model depend on no weight, for none of the newest batches and not for the hardest one lately."""
     NEW_WEIGHTS = "new_weights"
     """Nothing was learned yet, and layers can be given new weights (the rung `reinitialise`)."""
+    LOWER_RATE = "lower_rate"
+    """A short run from the start, at `lr_share` of the learning rate, gets clearly further than the run itself has."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Verdict:
     step is committed."""
     doubt_margin: float = field(default=0.0, repr=False)
     """Share of the loss by which the present weights must be worse than the first ones for `Doubt.SINCE_START`."""
+    lr_share: float = field(default=1.0, repr=False)
+    """The share of the learning rate that `Doubt.LOWER_RATE` tries, and that a restart then goes on with."""
     detect_anomaly: bool = field(default=False, repr=False)
     """Also run the replay of the step, if it is refused, in autograd's anomaly mode. Works in a verdict that lets the step pass,
     when another guard refuses it."""

@@ -133,6 +133,8 @@ class StepView:
     """By step of `dynamics_steps`: the share of the learning rate that was best when it was tried, where that is known."""
     num_restarts: int = 0
     """How often training was started again from the beginning."""
+    restart_shares: Sequence[float | None] = ()
+    """The share of the learning rate that was found for each of these restarts; None where none was tried."""
     total_steps: int | None = None
     """Steps that the run will take, if that is known."""
     bad_state: Callable[[], Mapping[str, str]] = dict

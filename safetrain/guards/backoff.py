@@ -23,7 +23,8 @@ class BackoffConfig:
     merge_steps: int = option(10, ge=1)
     """Refusals within this many steps of the first one are one incident; a rollback among them lowers the rate again."""
     restart_factor: float = option(0.1, gt=0.0, lt=1.0)
-    """When training starts again from the beginning, the learning rate stays at this share of the schedule."""
+    """When training starts again from the beginning, the learning rate stays at this share of the schedule, unless a trial has found
+    a better one."""
     lift_after: int = option(500, ge=1)
     """Committed steps at a lowered ceiling without trouble, for each incident so far and one more, after which the ceiling is doubled
     again: a rate that was too high early on need not be later, and if it is, that is noticed."""
@@ -88,8 +89,9 @@ class Backoff(Guard):
         for step in view.dynamics_steps:
             if step > level.last_step:
                 level = self._lowered(level, step, step in rollbacks, view.lr_shares.get(step))
-        for _ in range(view.num_restarts - level.num_restarts):
-            ceiling = max(level.ceiling * self.config.restart_factor, self.config.floor)
+        for index in range(level.num_restarts, view.num_restarts):
+            share = view.restart_shares[index] if index < len(view.restart_shares) else None
+            ceiling = max(level.ceiling * (self.config.restart_factor if share is None else share), self.config.floor)
             level = replace(
                 level, ceiling=ceiling, scale=min(level.scale, ceiling), num_restarts=level.num_restarts + 1, num_calm=0
             )

@@ -42,9 +42,12 @@ class Excursion:
 
     @property
     def contradicts(self) -> bool:
-        """The model does clearly worse on these data than an untrained one: they contradict what it has learned."""
+        """The model does clearly worse on these data than an untrained one: they contradict what it has learned. After a single odd
+        batch (a rare reward, say) the loss falls at once to what that batch has changed, and this is no stretch of other data."""
         early = self.losses[:3]
-        return len(early) == 3 and statistics.median(early) > self.first + max(0.1 * abs(self.first), 1e-6)
+        if len(early) < 3 or min(early) - self.level < 0.2 * (max(early) - self.level):
+            return False
+        return statistics.median(early) > self.first + max(0.1 * abs(self.first), 1e-6)
 
     def ends_with(self, loss: float) -> bool:
         """The loss has come down at once, from where the stretch has been to less than half of that. A new task is learned by and by."""

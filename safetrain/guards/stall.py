@@ -118,7 +118,8 @@ class Stall(Guard):
             return _dead(reason, evidence)
         size, rise = view.signals.get(f"{self.name}.weight_size"), self.config.far_above - 1.0
         return (
-            self.beginning.rose_from_start(self.config.early_steps, self.config.early_rise, size)
+            self.beginning.moved_too_far(self.config.early_steps, max(view.lrs, default=0.0))
+            or self.beginning.rose_from_start(self.config.early_steps, self.config.early_rise, size)
             or self.beginning.never_improved(self.config.no_progress_steps, rise)
             or COMMIT
         )
@@ -136,7 +137,8 @@ class Stall(Guard):
         if decision.was_tried(self.name):
             self.patience *= 2
             self.num_dead = self.num_frozen = self.num_constant = 0
-        self.beginning.learn(loss, view.signals.get(f"{self.name}.weight_size"))
+        size = view.signals.get(f"{self.name}.weight_size")
+        self.beginning.learn(loss, size, view.update_size, max(view.lrs, default=0.0))
         if (spread := view.signals.get(f"{self.name}.output_spread")) is not None:
             self.num_constant = self.num_constant + 1 if spread == 0.0 else 0
         is_dead = self._has_vanished(norm) and loss != 0.0

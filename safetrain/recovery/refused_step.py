@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.causes import CAUSES
 from ..core.incident import Incident
-from ..core.verdict import Action, Decision
+from ..core.verdict import Action, Decision, Doubt
 from ..core.view import StepView
 from ..distributed.agreement import LocalBlame
 from ..errors import UsageError
@@ -155,6 +155,11 @@ class RefusedStep:
         return min((v.since for v in self.decision.verdicts.values() if v.since is not None), default=None)
 
     @property
+    def is_rate_too_high(self) -> bool:
+        """A trial has shown that a lower learning rate gets further from the start."""
+        return self.lr_share is not None and any(v.doubt is Doubt.LOWER_RATE for v in self.decision.verdicts.values())
+
+    @property
     def asks_for_restart(self) -> bool:
         return any(v.restart for v in self.decision.verdicts.values())
 
@@ -168,12 +173,13 @@ class RefusedStep:
         return self.nothing_learned and not self.has_bad_state and not self.is_fault_of_data
 
     @property
-    def num_restarts(self) -> int:
-        """How many times the learning rate is to be lowered by a restart: twice if the loss grew a millionfold."""
+    def restart_shares(self) -> list[float | None]:
+        """By what a restart lowers the learning rate: the share that was tried, or the usual one (None), twice if the loss grew a
+        millionfold."""
         if self.lr_share is not None:
-            return round(-math.log10(self.lr_share))
+            return [self.lr_share]
         expected = [v.expected_loss for v in self.decision.verdicts.values() if v.expected_loss is not None]
-        return 2 if any(self.view.loss > 1e6 * abs(level) for level in expected) else 1
+        return [None, None] if any(self.view.loss > 1e6 * abs(level) for level in expected) else [None]
 
     @property
     def needs_probe(self) -> bool:

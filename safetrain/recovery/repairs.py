@@ -107,6 +107,9 @@ class Repairs:
             if is_dead(self._step, list(windows.values()), case.random_state):
                 case.state_problem = f"the outputs depend on no weight, for any of {len(windows)} batches tried"
                 return False
+        if Doubt.LOWER_RATE in doubts and case.may_restart and (found := trials.lower_rate(case)):
+            case.state_problem = found
+            return False
         problem = "the loss stays high" if Doubt.BRANCHES in doubts else None
         if problem is None and Doubt.TRIAL in doubts:
             problem = trials.state_is_suspect(case)

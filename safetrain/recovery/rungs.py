@@ -197,7 +197,9 @@ class Reinitialise(Rung):
         return min(1, config.max_restarts)
 
     def fits(self, case: RefusedStep) -> bool:
-        return not case.is_late and not case.has_bad_state and not case.is_fault_of_data and case.hardly_learned
+        if case.is_late or case.has_bad_state or case.is_fault_of_data or case.is_rate_too_high:
+            return False
+        return case.hardly_learned
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         layers = repairs.reinitialise(case)

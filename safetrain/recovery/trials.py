@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.copies import Copy
 from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.state import TrainState
-from ..core.verdict import Action, Decision
+from ..core.verdict import Action, Decision, Doubt
 from ..core.view import StepView
 from ..step.step import Outcome, Step
 from ..tensors.nest import copied
@@ -33,6 +33,8 @@ RATES = (1.0, 0.3, 0.1)
 RESTART_RATES = (1.0, 0.1, 0.01)
 DRIFT = 0.3
 """Going back is of no use if the loss then rises again, by more than this share of what it rose by until now, per step."""
+FURTHER = 1.3
+"""A lower rate from the start must lower the loss by so many times as much as the run has."""
 REST = 300
 """Steps after a comparison of branches that found nothing until the next one; twice as many each time."""
 ALLOWANCE, SHARE = 2 * STEPS, 0.005
@@ -185,6 +187,35 @@ class Trials:
         return (
             f"tried for {length} steps on the newest batches: going on ends at a loss of {_mean(on.end):.4g}, going back{at} at "
             f"{_mean(best.end):.4g}"
+        )
+
+    def lower_rate(self, case: RefusedStep) -> str | None:
+        """Run from the start at a lower rate, over the newest windows but two, and compare on those two. Returns why that is better,
+        with `case.lr_share` set; None if it is not. The run has trained on the two, so it is not easily found to be worse."""
+        step, snapshot, windows = self._step, self._checkpoints.snapshots.first, self.last_good.recent()
+        share = min(v.lr_share for v in case.decision.verdicts.values() if v.doubt is Doubt.LOWER_RATE)
+        if snapshot is None or snapshot.state.rest["num_committed"] > 0 or len(windows) < 4:
+            return None
+        train, judged = windows[:-2], windows[-2:]
+        length = min(case.num_committed, STEPS)
+        now, today = Copy().take(TrainState.gather(step)), _Today(step)
+        try:
+            here = _mean(self.loss(case, judged))
+            snapshot.state.restore_training(step)
+            today.restore()
+            back = self._branch(case, (train * length)[:length], judged, share)
+        finally:
+            now.restore_training(step)
+            step.transaction.expect_weights()
+            step.undo(case.view.loss_scale)
+        start, there = _mean(back.begin), _mean(back.end)
+        if not (start - there > FURTHER * max(start - here, 0.0) and there < here - 0.1 * abs(here)):
+            return None
+        case.lr_share = share
+        self.num_convicted += 1
+        return (
+            f"tried for {length} steps from the start: {share:.2g} of the learning rate ends at a loss of {there:.4g}, where the run "
+            f"is at {here:.4g}"
         )
 
     def _is_better(self, back: Branch, on: Branch, here: Sequence[float], share: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COUNTERS = ("consecutive_refusals", "consecutive_overflows", "num_refusals", "num_restarts")
@@ -28,6 +28,8 @@ class History:
         """Steps that the run will take, if that is known."""
         self.lr_shares: dict[int, float] = {}
         """The share of the learning rate that a trial found best, by the step of `dynamics_steps`."""
+        self.restart_shares: list[float | None] = []
+        """The share of the learning rate that a trial found best, of each restart; None where none was tried."""
         self.guard_seconds = 0.0
         """Spent by this process on what guards do in each step."""
 
@@ -40,6 +42,7 @@ class History:
             "rollback_steps": self.rollback_steps,
             "lr_shares": self.lr_shares,
             "num_restarts": self.num_restarts,
+            "restart_shares": self.restart_shares,
             "total_steps": self.total_steps,
             "consecutive_overflows": self.consecutive_overflows + 1 if scaler_overflow else 0,
         }
@@ -62,6 +65,11 @@ class History:
         if lr_share is not None:
             self.lr_shares[step] = lr_share
 
+    def restarted(self, shares: Sequence[float | None]) -> None:
+        """Training starts again from the beginning, with the rate lowered by each of these shares (None: by the usual one)."""
+        self.num_restarts += len(shares)
+        self.restart_shares += shares
+
     def rolled_back(self) -> None:
         self.consecutive_refusals = self.consecutive_overflows = 0
         self.refused_steps.clear()
@@ -72,6 +80,7 @@ class History:
             **{name: getattr(self, name) for name in COUNTERS},
             **{name: list(getattr(self, name)) for name in HISTORIES},
             "lr_shares": [list(item) for item in self.lr_shares.items()],
+            "restart_shares": list(self.restart_shares),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
@@ -81,3 +90,4 @@ class History:
         for name in HISTORIES:
             getattr(self, name).extend(state[name])
         self.lr_shares = {int(step): float(share) for step, share in state.get("lr_shares", [])}
+        self.restart_shares = list(state.get("restart_shares", [None] * self.num_restarts))

@@ -352,7 +352,8 @@ class Run:
             self.stepped(view, replace(case.decision, action=resolution.action), str(resolution.action))
         if resolution.action is Action.ROLLBACK:
             self.history.rollback_steps.append(view.step)
-            self.history.num_restarts += case.num_restarts if case.wants_restart else 0
+            if case.wants_restart:
+                self.history.restarted(case.restart_shares)
             self.history.consecutive_refusals = 0
         if resolution.is_dynamics:
             self.history.went_wrong(view.step, case.lr_share)
