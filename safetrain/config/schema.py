@@ -118,18 +118,20 @@ class LoopConfig:
     next read use the learning rate of one step further on."""
 
 
-HEAL = ("samples", "island", "patch")
+HEAL = ("samples", "island", "patch", "hold")
 LADDER = (
-    *("retry", "samples", "micro_batch", "island", "patch", "replicas"),
+    *("retry", "samples", "micro_batch", "island", "patch", "replicas", "hold"),
     *("skip", "reinitialise", "rollback", "disk", "restart"),
 )
 
 
 @dataclass
 class RecoveryConfig:
-    heal: list[str] = option(factory=lambda: ["samples", "island"], choices=HEAL)  # noqa: RUF009
+    heal: list[str] = option(factory=lambda: ["samples", "island", "hold"], choices=HEAL)  # noqa: RUF009
     """What may change the computation to repair a step: `samples` (leave out the bad ones), `island` (keep the overflowing
-    module in float32 from then on), `patch` (run the safe variant of the operation at the blamed line from then on). `[]`: a
+    module in float32 from then on), `patch` (run the safe variant of the operation at the blamed line from then on),
+    `hold` (what would become non-finite in step after step stays as it is: the learning rate of a schedule that gives NaN, a few
+    parameters whose gradient is not finite, entries of a buffer; an `eps` that is zero in half precision is raised). `[]`: a
     refused step is only ever skipped, rolled back or stopped at."""
     ladder: list[str] = option(factory=lambda: list(LADDER))  # noqa: RUF009
     """The rungs, in the order in which they are tried after a refusal; a stop always comes last. A rung of your own is
@@ -155,6 +157,8 @@ class RecoveryConfig:
     """fp32 islands that may be grown in the whole run."""
     max_patches: int = option(8, ge=0)
     """Operations that may be replaced by their safe variant in the whole run."""
+    max_held: int = option(8, ge=0)
+    """Times in the whole run that something may be held as it is."""
     max_rollbacks: int = option(20, ge=0)
     """Rollbacks within `budget_steps`."""
     max_restarts: int = option(2, ge=0)

@@ -58,9 +58,7 @@ class Finite(Guard):
         signal, value, reason = trouble
         evidence = {"signal": signal, "value": value}
         if signal == "lr":  # the schedule moves with committed steps only, so this does not pass
-            return Verdict(
-                Action.STOP, reason=f"{reason}, and every later step would be refused too", evidence=evidence
-            )
+            return Verdict(Action.SKIP, reason=reason, evidence=evidence)
         if bad := view.bad_state():
             what = ", ".join(f"{name} ({problem})" for name, problem in list(bad.items())[:5])
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

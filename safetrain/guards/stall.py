@@ -34,7 +34,8 @@ class StallConfig:
     it starts again from the first snapshot, at a tenth of the learning rate."""
     early_steps: int | None = option(8, ge=2)
     """If after this many steps the mean loss is `early_rise` above its start and the weights have grown by half, the step is tried
-    with the weights of the start: if they are better at it, training starts again at a tenth of the learning rate. null: never."""
+    with the weights of the start: if they are better at it, training starts again at a tenth of the learning rate. A rate whose updates
+    are as large as the weights is tried against a lower one, one step before, and again after four times as many. null: never."""
     early_rise: float = option(0.25, ge=0.0, needs=("early_steps",))
     """See `early_steps`."""
     far_above: float = option(1.5, gt=1.0)

@@ -10,7 +10,6 @@ from typing import Any
 from ..core.history import Smooth
 from ..core.verdict import Action, Doubt, Verdict
 
-
 LARGE, USUAL = 0.25, 0.06
 """Size of an update relative to the weights that training began with: one that changes most of what they are, and a brisk one."""
 LOOKS = 4
@@ -52,7 +51,9 @@ class Beginning:
         size = self.size_per_rate * rate
         if not size > LARGE:
             return None
-        reason = f"at this learning rate an update moves the weights that training began with by {size:.2g} times their size"
+        reason = (
+            f"at this learning rate an update moves the weights that training began with by {size:.2g} times their size"
+        )
         evidence = {"signal": "update", "value": size}
         share = max(USUAL / size, 0.01)
         return Verdict(

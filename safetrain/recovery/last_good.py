@@ -43,6 +43,8 @@ class LastGood:
         self._num_steps = 0
         self._losses = Recent(self.USUAL)
         self._updates = Recent(self.UPDATES)
+        self.rates: Sequence[float] = ()
+        """The learning rates of the newest committed step."""
         self._first: float | None = None
         self._lowest = math.inf
         self._early = Smooth(1.0)

@@ -178,6 +178,7 @@ class Recovery:
             "trials": self.repairs.trials.state_dict(),
             "losses": self.repairs.last_good.state_dict(),
             "prevalence": self.prevalence.state_dict(),
+            "held": self._step.held.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,5 +188,7 @@ class Recovery:
         self.repairs.last_good.load_state_dict(state["losses"])
         if "prevalence" in state:
             self.prevalence.load_state_dict(state["prevalence"])
+        if "held" in state:
+            self._step.held.load_state_dict(state["held"])
         if "trials" in state:
             self.repairs.trials.load_state_dict(state["trials"])

@@ -150,6 +150,11 @@ class RefusedStep:
         return next((ranks for ranks in found if ranks), ())
 
     @property
+    def is_fault_of_schedule(self) -> bool:
+        """The learning rate is not finite. Neither another batch nor an earlier state changes that."""
+        return self.incident.trigger.signal == "lr"
+
+    @property
     def since(self) -> int | None:
         """The first step of the trouble, if a guard knows it."""
         return min((v.since for v in self.decision.verdicts.values() if v.since is not None), default=None)

@@ -22,6 +22,7 @@ from ..step.step import Step
 from ..tensors.rng import undisturbed_rng
 from ..tensors.sharded import is_sharded
 from .dead import is_dead
+from .holding import hold
 from .initial import all_layers, odd_layers, reinitialise, standardised
 from .last_good import LastGood
 from .refused_step import RefusedStep
@@ -38,10 +39,12 @@ class Repairs:
         self._step, self._checkpoints = step, checkpoints
         self.last_good = LastGood()
         self.trials = Trials(step, checkpoints, self.last_good)
+        self._held_before: tuple[dict[str, Any], list[Any]] = ({}, [])
 
     def committed(self, window: Sequence[Any], view: StepView) -> None:
         """A step was committed."""
         self.last_good.committed(self._step.transaction.window_before(window), view.loss, view.update_size)
+        self.last_good.rates = view.lrs
 
     # ---- the same step once more -------------------------------------------------------------------------------
 
@@ -273,6 +276,20 @@ class Repairs:
     def shrink_island(self, module: str) -> None:
         """Take that back."""
         self._islands().shrink(module)
+
+    def hold(self, case: RefusedStep) -> str | None:
+        """Leave something as it is from now on; says what, or None if nothing is known that could be."""
+        held = self._step.held
+        self._held_before = held.state_dict(), [group.get("eps") for group in self._step.optimizer.param_groups]
+        return hold(self._step, case, self.last_good.rates)
+
+    def release(self) -> None:
+        """Take that back."""
+        held, eps = self._held_before
+        self._step.held.load_state_dict(held)
+        for group, value in zip(self._step.optimizer.param_groups, eps, strict=True):
+            if value is not None:
+                group["eps"] = value
 
     def _islands(self) -> Islands:
         islands = self._step.guards.named(Islands.name)

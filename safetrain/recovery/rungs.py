@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..config.schema import RecoveryConfig
 from ..core.causes import CAUSES
 from ..core.verdict import Action
+from .holding import can_hold
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
 
@@ -55,7 +56,9 @@ class Retry(Rung):
 
     def fits(self, case: RefusedStep) -> bool:
         # Without a replay it is unknown whether the fault reproduces; trying finds out.
-        return case.is_non_finite and not case.is_late and case.incident.replay.reproduced is not True
+        if case.is_late or case.is_fault_of_schedule:
+            return False
+        return case.is_non_finite and case.incident.replay.reproduced is not True
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         if repairs.try_again(case, case.window):
@@ -162,6 +165,29 @@ class Replicas(Rung):
         )
 
 
+class Hold(Rung):
+    """Leave as it is what would become non-finite in step after step: the learning rate of a schedule that fails, a few parameters,
+    entries of a buffer. An `eps` that is zero in half precision is raised."""
+
+    changes_the_computation = True
+    lasts = True
+
+    def budget(self, config: RecoveryConfig) -> int:
+        return config.max_held
+
+    def fits(self, case: RefusedStep) -> bool:
+        return can_hold(case)
+
+    def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
+        held = repairs.hold(case)
+        if held is None:
+            return "nothing is known that could be held"
+        if not repairs.try_again(case, case.window):
+            repairs.release()
+            return "that did not keep the step finite"
+        return Resolution(Action.COMMIT, [held])
+
+
 class Skip(Rung):
     """Skip the step, as long as the last good batch shows that the state is sound."""
 
@@ -169,6 +195,8 @@ class Skip(Rung):
         return config.max_refusals + 1  # the bound on all refusals comes first, and says so
 
     def fits(self, case: RefusedStep) -> bool:
+        if case.is_fault_of_schedule:
+            return False
         return case.decision.action is Action.SKIP or case.needs_probe or case.state_problem is not None
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
@@ -197,7 +225,13 @@ class Reinitialise(Rung):
         return min(1, config.max_restarts)
 
     def fits(self, case: RefusedStep) -> bool:
-        if case.is_late or case.has_bad_state or case.is_fault_of_data or case.is_rate_too_high:
+        if (
+            case.is_late
+            or case.has_bad_state
+            or case.is_fault_of_data
+            or case.is_rate_too_high
+            or case.is_fault_of_schedule
+        ):
             return False
         return case.hardly_learned
 
@@ -222,7 +256,7 @@ class Rollback(Rung):
         return config.max_rollbacks
 
     def fits(self, case: RefusedStep) -> bool:
-        return not case.wants_restart
+        return not case.wants_restart and not case.is_fault_of_schedule
 
     def climb(self, case: RefusedStep, repairs: Repairs) -> Resolution | str:
         if case.num_equal >= 2 and CAUSES[case.incident.cause.label].is_silent:
@@ -252,4 +286,4 @@ class Restart(Rollback):
         return config.max_restarts
 
     def fits(self, case: RefusedStep) -> bool:
-        return case.wants_restart
+        return case.wants_restart and not case.is_fault_of_schedule

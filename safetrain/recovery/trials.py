@@ -18,6 +18,7 @@ from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.state import TrainState
 from ..core.verdict import Action, Decision, Doubt
 from ..core.view import StepView
+from ..optim.forecast import forecast
 from ..step.step import Outcome, Step
 from ..tensors.nest import copied
 from ..tensors.rng import undisturbed_rng
@@ -33,8 +34,10 @@ RATES = (1.0, 0.3, 0.1)
 RESTART_RATES = (1.0, 0.1, 0.01)
 DRIFT = 0.3
 """Going back is of no use if the loss then rises again, by more than this share of what it rose by until now, per step."""
-FURTHER = 1.3
-"""A lower rate from the start must lower the loss by so many times as much as the run has."""
+FURTHER, LOWER = 1.1, 0.05
+"""A lower rate from the start must lower the loss by so many times as much as the run has, to a loss that is lower by this share."""
+COMING = 2000
+"""Steps of the schedule in which a warm-up that has not ended reaches its peak."""
 REST = 300
 """Steps after a comparison of branches that found nothing until the next one; twice as many each time."""
 ALLOWANCE, SHARE = 2 * STEPS, 0.005
@@ -190,17 +193,17 @@ class Trials:
         )
 
     def lower_rate(self, case: RefusedStep) -> str | None:
-        """Run from the start at a lower rate, over the newest windows but two, and compare on those two. Returns why that is better,
-        with `case.lr_share` set; None if it is not. The run has trained on the two, so it is not easily found to be worse."""
+        """Run from the start at a lower rate, over the older half of the newest windows, and compare on the others. Returns why that is
+        better, with `case.lr_share` set; None if it is not. The run has trained on these too, so it is not easily found to be worse."""
         step, snapshot, windows = self._step, self._checkpoints.snapshots.first, self.last_good.recent()
         share = min(v.lr_share for v in case.decision.verdicts.values() if v.doubt is Doubt.LOWER_RATE)
-        if snapshot is None or snapshot.state.rest["num_committed"] > 0 or len(windows) < 4:
+        if snapshot is None or snapshot.state.rest["num_committed"] > 0 or len(windows) < 6:
             return None
-        train, judged = windows[:-2], windows[-2:]
+        train, judged = windows[:-3], windows[-3:]
         length = min(case.num_committed, STEPS)
         now, today = Copy().take(TrainState.gather(step)), _Today(step)
         try:
-            here = _mean(self.loss(case, judged))
+            here = self.loss(case, judged)
             snapshot.state.restore_training(step)
             today.restore()
             back = self._branch(case, (train * length)[:length], judged, share)
@@ -208,14 +211,17 @@ class Trials:
             now.restore_training(step)
             step.transaction.expect_weights()
             step.undo(case.view.loss_scale)
-        start, there = _mean(back.begin), _mean(back.end)
-        if not (start - there > FURTHER * max(start - here, 0.0) and there < here - 0.1 * abs(here)):
+        start, now_at, there = _mean(back.begin), _mean(here), _mean(back.end)
+        is_further = start - there > FURTHER * max(start - now_at, 0.0) and there < now_at - LOWER * abs(now_at)
+        if not (is_further and all(b < a for a, b in zip(here, back.end, strict=True))):
             return None
-        case.lr_share = share
+        coming = forecast(step.schedule, COMING)
+        rate = max(case.view.lrs)
+        case.lr_share = share if coming is None or not coming.peak > rate else max(share * rate / coming.peak, 0.01)
         self.num_convicted += 1
         return (
             f"tried for {length} steps from the start: {share:.2g} of the learning rate ends at a loss of {there:.4g}, where the run "
-            f"is at {here:.4g}"
+            f"is at {now_at:.4g}"
         )
 
     def _is_better(self, back: Branch, on: Branch, here: Sequence[float], share: float) -> bool:
@@ -245,6 +251,7 @@ class Trials:
         step = self._step
         scale = min(rate, case.decision.lr_scale)
         begin = self.loss(case, judged)
+        step.clear_gradients()  # of a step before that failed
         case.random_state.restore()
         self._spent += len(train)
         for window in train:
@@ -317,8 +324,7 @@ def _losses(step: Step, window: Sequence[Any], with_gradients: bool) -> list[tor
     except RuntimeError as error:
         if with_gradients or step.exchange.world_size > 1 or isinstance(error, torch.OutOfMemoryError):
             raise
-    # A loss may need the gradient of something itself: a gradient penalty does.
-    step.transaction.restore()
+    # A loss may need the gradient of something itself: a gradient penalty does. Who called undoes what the first pass wrote.
     return _losses(step, window, with_gradients=True)
 
 

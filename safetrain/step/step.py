@@ -38,6 +38,7 @@ from . import views
 from .audit import Audit
 from .exchange import AttemptWatch, Exchange
 from .first import FirstStep
+from .held import Held
 from .history import History
 from .measurement import Measurement
 from .transaction import Transaction
@@ -84,7 +85,7 @@ class Step:
         self.training_step, self.optimizer, self.guards, self.precision = training_step, optimizer, guards, precision
         self.schedule = Schedule(optimizer) if schedule is None else schedule
         self.ema, self.exchange = ema, Exchange() if exchange is None else exchange
-        self.history, self.patches = History(), Patches()
+        self.history, self.patches, self.held = History(), Patches(), Held()
         self._find_parameters()
         self.transaction = Transaction(model, self.parameters)
         self.audit = Audit(model, optimizer, self.transaction, ema)
@@ -210,6 +211,8 @@ class Step:
     ) -> Measurement:
         """Losses, gradient norm, and what the guards ask for; all of it stays on the device."""
         self.precision.unscale(self.optimizer, self.parameters)
+        if self.held:
+            self.held.apply(self)
         grads = gradients.collect(self.parameters)
         norm = gradients.global_norm(grads, self._is_uniform).to(self.device)
         start = perf_counter()
