@@ -37,7 +37,7 @@ def view(step=200, loss=1.0, grad_norm=1.0, **fields):
         ({"grad_norm": 1e40, "norm_overflow": True}, Action.SKIP, "grad_norm"),
         ({"signals": {"finite.buffers": NAN}}, Action.SKIP, "buffers"),
         ({"signals": {"finite.state": INF}}, Action.SKIP, "state"),
-        ({"lrs": (0.1, NAN)}, Action.STOP, "lr"),
+        ({"lrs": (0.1, NAN)}, Action.SKIP, "lr"),
         ({"loss": NAN, "consecutive_refusals": 8}, Action.SKIP, "loss"),
         ({"loss": NAN, "consecutive_refusals": 9}, Action.ROLLBACK, "loss"),
         ({"loss": NAN, "refused_steps": range(100, 128)}, Action.SKIP, "loss"),
