@@ -340,7 +340,7 @@ class SafeTrainer(TrainerHooks):
 
         return check(self, only, budget)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "stop() was called") -> None:
         """End the run after this step as if it were its last one: it is evaluated and saved, and `result.stop_reason` says why."""
         self.run.stop_reason = self.run.stop_reason or reason
 
