@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
+from ..core.containment import is_contained
 from ..core.incident import Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
@@ -131,8 +132,13 @@ class Recovery:
         """Why the run should end, because bad steps are the rule; the same on all ranks."""
         if case.decision.action is Action.STOP:
             return None
-        found = self._step.exchange.gather(self.prevalence.note(case, self._ahead))
-        return next((reason for reason in found if reason is not None), None)
+        try:
+            found = self.prevalence.note(case, self._ahead)
+        except Exception as error:
+            if not is_contained(error, self.prevalence, "the count of bad steps", "they are not taken for the rule"):
+                raise
+            found = None
+        return next((reason for reason in self._step.exchange.gather(found) if reason is not None), None)
 
     def _ahead(self, count: int) -> list[Any]:
         return read_ahead(self._stream.source, self._stream.epoch, count)

@@ -11,6 +11,7 @@ import torch
 from ..checkpoint.copies import Copy
 from ..checkpoint.policy import CheckpointPolicy
 from ..checkpoint.state import TrainState
+from ..core.containment import is_contained
 from ..core.verdict import Action, Doubt
 from ..core.view import StepView
 from ..distributed.comm import overwrite
@@ -38,13 +39,22 @@ class Repairs:
     def __init__(self, step: Step, checkpoints: CheckpointPolicy) -> None:
         self._step, self._checkpoints = step, checkpoints
         self.last_good = LastGood()
+        self._remembers = True
         self.trials = Trials(step, checkpoints, self.last_good)
         self._held_before: tuple[dict[str, Any], list[Any]] = ({}, [])
 
     def committed(self, window: Sequence[Any], view: StepView) -> None:
         """A step was committed."""
-        self.last_good.committed(self._step.transaction.window_before(window), view.loss, view.update_size)
-        self.last_good.rates = view.lrs
+        if not self._remembers:
+            return
+        try:
+            self.last_good.committed(self._step.transaction.window_before(window), view.loss, view.update_size)
+            self.last_good.rates = view.lrs
+        except Exception as error:
+            what = "remembering a good batch"
+            if not self.runs_alone or not is_contained(error, self.last_good, what, "none is remembered any more"):
+                raise
+            self._remembers = False
 
     # ---- the same step once more -------------------------------------------------------------------------------
 

@@ -131,12 +131,13 @@ def _of_journal(path: Path) -> Iterator[Point]:
         for line in file:
             try:
                 entry = json.loads(line)
-            except ValueError:  # killed in the middle of a line
-                continue
-            if entry.get("event") == "step":
-                yield Point(
-                    int(entry["step"]), *(float(entry.get(name, "nan")) for name in ("loss", "grad_norm", "lr"))
-                )
+                if entry.get("event") != "step":
+                    continue
+                numbers = [float(entry.get(name, "nan")) for name in ("loss", "grad_norm", "lr")]
+                step = int(entry["step"])
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                continue  # killed in the middle of a line, or damaged
+            yield Point(step, *numbers)
 
 
 def _of_events(path: Path) -> Iterator[Point]:

@@ -14,6 +14,8 @@ from safetrain import Guard, SafeTrainer, Verdict
 from safetrain.core import containment
 from safetrain.guards.spike import Spike
 from safetrain.recovery.investigation import Investigator
+from safetrain.recovery.last_good import LastGood
+from safetrain.recovery.prevalence import Prevalence
 from safetrain.recovery.rungs import Samples
 from safetrain.telemetry.tensorboard import TensorBoard
 
@@ -50,6 +52,8 @@ def train(make: Make, run_dir: Path, **more: Any) -> tuple[Any, str]:
         (Spike, "attach"),
         (Spike, "state_dict"),
         (Investigator, "_diagnose"),
+        (Prevalence, "note"),
+        (LastGood, "committed"),
         (Samples, "climb"),
         (Samples, "fits"),
         (TensorBoard, "logged"),

@@ -104,6 +104,17 @@ def test_a_run_and_its_tensorboard_files(tmp_path, make_trainer):
         assert all(point.grad_norm > 0 for point in points)
 
 
+def test_damaged_lines_of_a_journal_are_left_out(tmp_path):
+    step = {"event": "step", "step": 0, "loss": 1.0}
+    wrong = [{"step": {}}, {"step": None}, {"step": 1e999}, {"loss": []}, {"loss": "x"}, {"event": {}}]
+    lines = [json.dumps({**step, **change}) for change in wrong]
+    text = "\n".join([json.dumps(step), *lines, "[1]", "3", "[" * 100_000, '{"event": "step"}', '{"even'])
+    (tmp_path / "journal.jsonl").write_text(text)
+    assert read_curve(tmp_path) == [
+        Point(0, 1.0, pytest.approx(math.nan, nan_ok=True), pytest.approx(math.nan, nan_ok=True))
+    ]
+
+
 def test_the_command(tmp_path):
     losses = curve(600)
     losses[400] = 100.0
