@@ -40,6 +40,10 @@ class Calls(ABC):
         self.events: list[Event] = []
         self.blocks: tuple[Block, ...] = ()
         self.called: set[str] = set()
+        self.routine = ""
+        """Name of the function that is walked, `Class.method` of a method."""
+        self.summary: Callable[[str], Value | None] = lambda name: None
+        """What a function of the user's returns, or the `forward` of a class, by its dotted name."""
 
     @abstractmethod
     def value(self, node: ast.expr | None) -> Value: ...
@@ -87,8 +91,19 @@ class Calls(ABC):
         if callee.op == "instance":
             return self._module_call(callee, args, kwargs, node)
         name = dotted_name(func)
+        if self.summary(f"{name}.forward") is not None:
+            return Value("instance", args, kwargs, node, ref=name, grad=False)
         made = self.operation("call", args, kwargs, node, ref=name)
-        return made.but(names=made.names | {name})
+        own = f"{self.routine.partition('.')[0]}.{name.removeprefix('self.')}" if name.startswith("self.") else name
+        return self._summarised(made, own).but(names=made.names | {name})
+
+    def _summarised(self, made: Value, name: str) -> Value:
+        """With what is known of the function that was called."""
+        known = self.summary(name)
+        if known is None:
+            return made
+        grad = made.grad or any(arg.op == "name" for arg in made.args)
+        return made.but(op=known.op, low=known.low, high=known.high, zero=known.zero, dtype=known.dtype, grad=grad)
 
     def _is_attribute(self, func: ast.Attribute) -> bool:
         """Whether `a.b(…)` calls something stored as `a.b`, such as `self.loss`, and not a method of `a`."""
@@ -151,7 +166,9 @@ class Calls(ABC):
             return self._builtin(dotted.removeprefix("builtins."), args, kwargs, node)
         if dotted.startswith(NUMBERS):
             return Value("host", args, kwargs, node, ref=dotted, host=True, grad=False)
-        return self.operation("call", args, kwargs, node, ref=dotted)
+        if self.summary(f"{dotted}.forward") is not None:
+            return Value("instance", args, kwargs, node, ref=dotted, grad=False)
+        return self._summarised(self.operation("call", args, kwargs, node, ref=dotted), dotted)
 
     def _torch(self, op: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
         if op in vocabulary.VIEWS and args:
@@ -176,7 +193,7 @@ class Calls(ABC):
         op = MODULES.get(module.ref)
         if op and args:
             return self.operation(op, args, kwargs, node, ref=f"torch.{op}")
-        return self.operation("call", args, kwargs, node, ref=module.ref)
+        return self._summarised(self.operation("call", args, kwargs, node, ref=module.ref), f"{module.ref}.forward")
 
     def _builtin(self, name: str, args: tuple[Value, ...], kwargs: dict[str, Value], node: ast.Call) -> Value:
         if name == "float" and args and args[0].ref:

@@ -13,6 +13,7 @@ from .finding import Finding
 from .optout import is_opted_out, opt_outs
 from .rule import BY_OPERATION, RULES, Rule
 from .rules.masks import hidden
+from .summaries import Summaries
 from .value import Value
 from .vocabulary import words
 from .walk import Walker
@@ -48,7 +49,9 @@ class _Check:
         self.cancelled: set[tuple[str, int, int]] = set()
 
     def findings(self) -> list[Finding]:
-        Walker(self._value, self._routine).file(self.tree)
+        walker = Walker(self._value, self._routine)
+        walker.summary = Summaries(self.tree, self.path)
+        walker.file(self.tree)
         outs = opt_outs(self.source)
         starts = _statement_starts(self.tree) if outs else {}
         return sorted(

@@ -24,6 +24,8 @@ class Walker(Evaluator):
         self.without_gradients = False
         self.waiting: list[tuple[Function, Scope, str]] = []
         self.routines: list[Routine] = []
+        self.returned: dict[str, Value] = {}
+        """What each function that was walked returns, by its name or `Class.method`."""
 
     def file(self, tree: ast.Module) -> None:
         bases = [base for node in tree.body if isinstance(node, ast.ClassDef) for base in node.bases]
@@ -45,11 +47,16 @@ class Walker(Evaluator):
         self.routines.append(Routine(name, self.events, self.called))
         self.events, self.called = [], set()
 
+    def _returns(self, value: Value) -> None:
+        known = self.returned.get(self.routine)
+        self.returned[self.routine] = value if known is None else join(known, value)
+
     # --- definitions --------------------------------------------------------------------------------------------
 
     def _function_body(self, node: Function, scope: Scope, name: str) -> None:
         outside_scope, outside, outside_blocks = self.scope, self.context, self.blocks
         outside_events = self.events, self.called
+        outside_routine, self.routine = self.routine, name
         self.events, self.called, self.blocks = [], set(), ()
         self.scope = Scope(scope, _parameters(node, self))
         self.context = replace(self.context, tested=frozenset(), autocast="", no_grad=self.without_gradients)
@@ -59,6 +66,7 @@ class Walker(Evaluator):
         self._routine(name)
         self.scope, self.context, self.blocks = outside_scope, outside, outside_blocks
         self.events, self.called = outside_events
+        self.routine = outside_routine
 
     def _class(self, node: ast.ClassDef) -> None:
         attributes = Scope(self.scope)
@@ -80,7 +88,7 @@ class Walker(Evaluator):
     def _stored(self, method: Function, scope: Scope) -> dict[str, Value]:
         """`self.x` after `__init__`, evaluated without reporting findings."""
         silent = Walker(lambda value, context: None, lambda routine: None)
-        silent.scope = scope
+        silent.scope, silent.summary = scope, self.summary
         silent.body(method.body)
         return {name: value for name, value in scope.names.items() if name.startswith("self.") and not value.zero}
 
@@ -125,7 +133,7 @@ class Walker(Evaluator):
             self.value(node.test)
             self.context = self.behind(node.test)
         elif isinstance(node, ast.Return):
-            self.value(node.value)
+            self._returns(self.value(node.value))
             return True
         elif isinstance(node, ast.Raise | ast.Continue | ast.Break):
             return True

@@ -105,17 +105,17 @@ def doubt(schedule: Schedule, num_steps: int | None, num_epochs: int | None) -> 
     if tiny is not None and tiny < EARLY * total and (_stays_tiny(seen, tiny) or tiny <= epochs):
         fall = f"the rate falls from {amount(seen.peak)} to {amount(seen.rates[tiny])} by step {tiny}"
         return Doubt(f"{in_steps}, and {fall}", per_epoch, is_fatal=True)
-    if isinstance(schedule.scheduler, CosineAnnealingLR) and 2 * schedule.scheduler.T_max <= total:
-        period = schedule.scheduler.T_max
-        return Doubt(
-            f"{in_steps}, and its T_max is {period}: after that the rate rises again, and goes on to swing", per_epoch
-        )
     if epochs > 1 and 0 < last <= epochs and seen.rates[-1] < seen.peak:
         return Doubt(
             f"{in_steps}, but changes the rate only in the first {last} of them, as if it counted epochs", per_epoch
         )
     if epochs > 1 and seen.num_peaks() > 2 * epochs:
         return Doubt(f"{in_steps}, and the rate goes up and down {seen.num_peaks()} times", per_epoch)
+    if isinstance(schedule.scheduler, CosineAnnealingLR) and 2 * schedule.scheduler.T_max <= total:
+        period = schedule.scheduler.T_max
+        return Doubt(
+            f"{in_steps}, and its T_max is {period}: after that the rate rises again, and goes on to swing", per_epoch
+        )
     return None
 
 

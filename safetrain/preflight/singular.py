@@ -20,11 +20,15 @@ from torch.overrides import TorchFunctionMode
 from ..forensics.api_names import api_name
 from ..forensics.frames import Place, stack, user_place
 from ..tensors.nest import map_tensors
+from ..tensors.rng import RandomState
 
-NUM_INPUTS, NUM_WEIGHTS = 10, 60
+NUM_INPUTS, NUM_WEIGHTS = 10, 150
 """Pushes of the inputs alone, and of inputs and weights together."""
 PUSH = 0.15
 """Of the range of an input, and of the typical size of a weight, in each push: weights may grow a few dozen times, as in a long training."""
+MOST_TURNS = 2
+LEAST_SHARE = 1e-6
+"""Of a push, below which a point that is stepped over is not approached any further."""
 BOUNDED = ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0))
 """Ranges that data does not leave: of images, audio and probabilities."""
 
@@ -62,6 +66,12 @@ class Risk:
     name: str
     place: Place
     gap: Tensor
+    turn: int = 0
+    """Which of the operations of this name at this place, as far as they are told apart."""
+
+    @property
+    def key(self) -> tuple[str, Place, int]:
+        return self.name, self.place, self.turn
 
 
 class Operands(TorchFunctionMode):
@@ -76,7 +86,8 @@ class Operands(TorchFunctionMode):
         name = api_name(func) or ""
         operand, gap = _operand(name, func, args)
         if operand is not None and gap is not None and (place := user_place(stack())) is not None:
-            self.risks.append(Risk(name, place, gap(operand)))
+            turn = sum((risk.name, risk.place) == (name, place) for risk in self.risks)
+            self.risks.append(Risk(name, place, gap(operand), min(turn, MOST_TURNS)))
         return func(*args, **kwargs)
 
 
@@ -119,18 +130,21 @@ class Search:
     deadline: float
     num_risks: int = 0
 
+    def __post_init__(self) -> None:
+        self._random = RandomState.capture()
+
     def run(self) -> Iterator[Reached]:
         weights = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
         start = [weight.detach().clone() for weight in weights]
         risks = self._watch(self.batch)
-        places = dict.fromkeys((risk.name, risk.place) for risk in risks)
+        places = dict.fromkeys(risk.key for risk in risks)
         self.num_risks = len(places)
-        for index, (name, place) in enumerate(places):
+        for index, key in enumerate(places):
             left = self.deadline - time.perf_counter()
             if left <= 0:
                 return
             until = time.perf_counter() + left / (len(places) - index)
-            reached = self._push(name, place, weights, start, until)
+            reached = self._push(key, weights, start, until)
             if reached is not None:
                 yield reached
             with torch.no_grad():
@@ -139,29 +153,41 @@ class Search:
 
     def _watch(self, batch: Any) -> list[Risk]:
         operands = Operands()
+        self._random.restore()  # else every push would be judged by other noise
         with operands, torch.enable_grad():
             self.loss(batch)
         return operands.risks
 
     def _push(
-        self, name: str, place: Place, weights: list[nn.Parameter], start: list[Tensor], until: float
+        self, key: tuple[str, Place, int], weights: list[nn.Parameter], start: list[Tensor], until: float
     ) -> Reached | None:
         batch, inputs = self._free_inputs()
         directions: list[Tensor | None] = []
+        least, share, nearest = math.inf, 1.0, list[Tensor]()
         for turn in range(NUM_INPUTS + NUM_WEIGHTS):
             if time.perf_counter() > until:
                 return None
-            found = [risk for risk in self._watch(batch) if (risk.name, risk.place) == (name, place)]
+            found = [risk for risk in self._watch(batch) if risk.key == key]
             if not found:
                 return None
             risk = min(found, key=lambda risk: float(risk.gap))
             gap = float(risk.gap)
             if not gap > 0:
-                moved = sum(float((w.detach() - s).square().sum()) for w, s in zip(weights, start, strict=True))
+                change = sum(float((w.detach() - s).square().sum()) for w, s in zip(weights, start, strict=True))
                 size = sum(float(s.square().sum()) for s in start)
                 return Reached(
-                    risk, map_tensors(batch, lambda t: t.detach().clone()), math.sqrt(moved / max(size, 1e-12))
+                    risk, map_tensors(batch, lambda t: t.detach().clone()), math.sqrt(change / max(size, 1e-12))
                 )
+            moved = [*(i[0] for i in inputs), *weights]
+            if gap > least and share > LEAST_SHARE and len(nearest) == len(moved):  # too far: back, and half as far
+                share *= 0.5
+                with torch.no_grad():
+                    for tensor, value in zip(moved, nearest, strict=True):
+                        tensor.copy_(value)
+                self._move(inputs, weights, directions, PUSH * share)
+                continue
+            share = min(1.0, 2 * share) if gap < least else share
+            least, nearest = gap, [tensor.detach().clone() for tensor in moved]
             variables = [i[0] for i in inputs] + (list(weights) if turn >= NUM_INPUTS or not inputs else [])
             gradients = torch.autograd.grad(risk.gap, variables, allow_unused=True)
             signs: list[Tensor | None] = [
@@ -175,16 +201,23 @@ class Search:
                     inputs = []  # the inputs do not reach it: only the weights are left
                     continue
                 return None
-            with torch.no_grad():
-                for (tensor, low, high), sign in zip(inputs, signs, strict=False):
-                    if sign is not None:
-                        tensor.sub_(PUSH * (high - low) * sign).clamp_(low, high)
-                for weight, sign in zip(weights, signs[len(inputs) :], strict=False):
-                    if (
-                        sign is not None and weight.numel() > 1
-                    ):  # a temperature or a scale is not a matter of training for long
-                        weight.sub_(PUSH * weight.square().mean().sqrt().clamp_min(0.01) * sign)
+            self._move(inputs, weights, signs, PUSH * share)
         return None
+
+    @staticmethod
+    @torch.no_grad()
+    def _move(
+        inputs: list[tuple[Tensor, float, float]],
+        weights: list[nn.Parameter],
+        signs: Sequence[Tensor | None],
+        share: float,
+    ) -> None:
+        for (tensor, low, high), sign in zip(inputs, signs, strict=False):
+            if sign is not None:
+                tensor.sub_(share * (high - low) * sign).clamp_(low, high)
+        for weight, sign in zip(weights, signs[len(inputs) :], strict=False):
+            if sign is not None and weight.numel() > 1:  # a temperature or a scale is not a matter of training for long
+                weight.sub_(share * weight.square().mean().sqrt().clamp_min(0.01) * sign)
 
     def _free_inputs(self) -> tuple[Any, list[tuple[Tensor, float, float]]]:
         """A copy of the batch whose numbers can be pushed, each within the range of its field."""

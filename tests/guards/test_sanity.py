@@ -175,3 +175,9 @@ def test_a_rank_that_differs_from_most_takes_over_what_they_have(tmp_path):
         assert (step, label, rank, action) == (7, "replicas_differ", 1, "commit")
         assert explanation == "rank 1 differs in 1 of 4 weights: 2.bias"
         assert bias == outcomes[0][2]
+
+
+def test_an_update_that_sums_to_zero_changes_the_fingerprint():
+    before = torch.tensor([-10.0, -10.0, -10.0])
+    after = before + torch.tensor([0.25, 0.25, -0.5])
+    assert not torch.equal(digests([before]), digests([after]))

@@ -214,3 +214,30 @@ def test_every_rule_explains_itself(code: str) -> None:
     assert rule.why.endswith(".")
     assert rule.safe.endswith(".")
     assert len(rule.title) < 80
+
+
+# --- what functions and modules return ------------------------------------------------------------------------------
+
+
+def test_values_are_followed_through_functions_modules_and_other_files(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "heads.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def probabilities(logits):\n    return torch.softmax(logits, -1)\n"
+        "class Head(nn.Module):\n    def forward(self, x):\n        return torch.sigmoid(x)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torch import nn\nfrom parts.heads import Head, probabilities\nfrom parts import heads\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.out = nn.Softmax(dim=-1)\n"
+        "    def forward(self, x):\n        return self.out(x)\n"
+        "net, head = Net(), Head()\n"
+        "def loss(x):\n"
+        "    a = net(x).log()\n"
+        "    b = torch.log(1 - head(x))\n"
+        "    c = torch.log(probabilities(x))\n"
+        "    d = torch.log(heads.probabilities(x))\n"
+        "    return a + b + c + d\n"
+    )
+    found = lint_paths([tmp_path / "train.py"]).findings
+    assert [(finding.line, finding.code) for finding in found] == [(line, "ST101") for line in (13, 14, 15, 16)]

@@ -6,7 +6,7 @@ from small import make_model
 from torch import nn
 
 from safetrain import SafeTrainer, TrainingStopped
-from safetrain.recovery.initial import odd_layers, reinitialise
+from safetrain.recovery.initial import all_layers, odd_layers, reinitialise, standardised
 
 QUIET = {"logging": {"console": "off", "tensorboard": False}}
 
@@ -82,3 +82,15 @@ def test_only_layers_of_the_wrong_size_are_chosen():
     reinitialise(model, ["2"], seed=1)
     assert odd_layers(model) == []
     assert odd_layers(make_model()) == []
+
+
+def test_a_deep_sigmoid_network_gets_weights_through_which_gradients_pass():
+    layers = [part for _ in range(10) for part in (nn.Linear(8, 8), nn.Sigmoid())]
+    model, inputs = nn.Sequential(*layers, nn.Linear(8, 4)), torch.randn(64, 8)
+    reinitialise(model, all_layers(model), seed=1)
+    with torch.no_grad(), standardised(model, all_layers(model)):
+        model(inputs)
+    outputs = model(inputs)
+    assert 0.5 < float(outputs.detach().std()) < 2
+    outputs.square().mean().backward()
+    assert float(model[0].weight.grad.norm()) > 1e-2 * float(model[-1].weight.grad.norm())

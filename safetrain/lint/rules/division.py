@@ -89,6 +89,8 @@ def root_of_square_sum(value: Value, context: Context) -> str | None:
 )
 def singular_power(value: Value, context: Context) -> str | None:
     source = value.args[0]
+    if is_root_of_difference(value) and not guarded(source, context) and needs_gradient(source, context):
+        return "root of the absolute value of a difference, whose gradient is infinite where both are equal"
     if (
         not source.zero
         or guarded(source, context)
@@ -104,6 +106,13 @@ def singular_power(value: Value, context: Context) -> str | None:
     if is_square_sum(source) and exponent > 0:
         return None
     return f"power {exponent:g} of a value that can be 0: {source.zero}"
+
+
+def is_root_of_difference(value: Value) -> bool:
+    exponent = value.args[1].constant if value.op == "pow" and len(value.args) > 1 else 0.5
+    source = value.args[0]
+    is_root = value.op != "rsqrt" and exponent is not None and 0 < exponent < 1
+    return is_root and source.op == "abs" and bool(source.args) and source.args[0].op == "sub" and source.low <= 0
 
 
 @value_rule(

@@ -87,7 +87,7 @@ def _has_exp_factor(value: Value) -> bool:
 
 @value_rule(
     "ST303",
-    "exp of an unbounded log-variance or log-scale",
+    "exp of an unbounded log-variance, log-scale or output of a layer",
     on=("exp",),
     why="A network's log-variance is not bounded: one outlier above 88 (11 in half) overflows to inf, in the sample or in the KL term.",
     safe="safetrain.safe.exp(log_var), or exp(log_var.clamp(-30, 20)); softplus for a scale.",
@@ -117,6 +117,8 @@ def exp_of_log_scale(value: Value, context: Context) -> str | None:
         return None
     if context.no_grad:
         return None
+    if source.op == "linear" and source.grad:
+        return "exp of the output of a linear layer, which nothing bounds"
     name = next((name for name in sorted(_own_names(source)) if LOG_SCALE.search(name.rpartition(".")[2])), None)
     # A parameter changes slowly; the output of a network changes with its input.
     return f"exp of {name}, which nothing bounds" if name and not name.startswith("self.") else None

@@ -36,6 +36,9 @@ def log_of_probability(value: Value, context: Context) -> str | None:
         return f"{value.op} of {source.op}"
     if source.op == "sub" and source.args[0].constant == 1 and source.args[1].op in ("softmax", "sigmoid"):
         return f"{value.op} of 1 - {source.args[1].op}"
+    if source.op == "div" and len(source.args) == 2:
+        parts = [arg.op for arg in source.args if arg.op in ("softmax", "sigmoid") and arg.low <= 0]
+        return f"{value.op} of a quotient with {parts[0]}" if parts else None
     return None
 
 
