@@ -135,7 +135,7 @@ class Course:
 
     def oscillation(self) -> Finding | None:
         """Up and down in turn, by more than the level itself, and no lower than at the start: noise does not keep such a beat."""
-        if len(self.losses) < SWINGS or self.start is None:
+        if self.num_seen % 8 or len(self.losses) < SWINGS or self.start is None:
             return None
         losses = list(self.losses)
         changes = [after - before for before, after in itertools.pairwise(losses)]
