@@ -36,7 +36,7 @@ def _probe_backward() -> bool:
 
 BACKWARD = Feature(
     "compiled_backward",
-    relies_on="torch._functorch.config.backward_pass_autocast (torch 2.6 does not have it yet)",
+    relies_on="torch._functorch.config.backward_pass_autocast (torch 2.8 does not have it yet)",
     lost="float32 islands in the backward pass of a compiled model",
     instead="a compiled backward pass computes in the precision of autocast, in islands too",
     probe=_probe_backward,

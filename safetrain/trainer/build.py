@@ -91,7 +91,7 @@ def prepare_model(
     if not is_placed(model) and not is_to_shard:  # what is sharded may be larger than the device
         model.to(machine.device)
     if is_sharded(model):
-        keep_sharded(model)
+        keep_sharded(model, machine.device)
     elif is_to_shard:
         dtype = AUTOCAST_DTYPES[loop.shard_dtype]
         shard_model(model, machine.device, loop.shard_blocks, _island_names(model, guards), dtype, optimizer)

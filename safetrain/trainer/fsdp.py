@@ -53,6 +53,7 @@ def shard_model(
             fully_shard(module, mesh=mesh, mp_policy=high if name in set(islands) else low)
     # By default the outermost module stays whole after a forward pass, also after one that no backward follows.
     fully_shard(model, mesh=mesh, mp_policy=low, reshard_after_forward=True)
+    _take_means(model, device)
     if is_empty:
         _initialise(model, device)
     if optimizer is not None:
@@ -85,10 +86,11 @@ def _initialise(model: nn.Module, device: torch.device) -> None:
                 module.reset_parameters()  # type: ignore[operator]
 
 
-def keep_sharded(model: nn.Module) -> None:
+def keep_sharded(model: nn.Module, device: torch.device) -> None:
     """For a model that was sharded by its owner: between passes its parameters are the parts, never made whole."""
     _check_meshes(model)
     dtensor.check_placements(model)
+    _take_means(model, device)
     for module in model.modules():
         if callable(reshard := getattr(module, "set_reshard_after_forward", None)):
             reshard(True, recurse=False)
@@ -108,6 +110,29 @@ def _check_meshes(model: nn.Module) -> None:
                 f"{name} is sharded by tensor parallelism (or in another way than by FSDP2), with which several ranks have to train on the "
                 f"same data; SafeTrainer gives each its own.\nTo fix: {OTHER_MESHES}."
             )
+
+
+def _take_means(model: nn.Module, device: torch.device) -> None:
+    """Gradients are the mean over the processes. Where a backend adds although it is asked for the mean, without a word (gloo of torch
+    2.8), FSDP is told to ask for the sum and to divide it."""
+    if _averages(device):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _averages(device: torch.device) -> bool:
+    import torch.distributed as dist
+
+    mean = torch.zeros(1, device=device)
+    try:
+        dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size(), device=device), op=dist.ReduceOp.AVG)
+    except (RuntimeError, ValueError):
+        return False
+    return mean.item() == 1.0
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

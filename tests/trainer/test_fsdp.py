@@ -7,6 +7,7 @@ from rank_runs import Ending, Net, Samples, loss_fn, make_trainer, train, whole_
 
 from safetrain import SafeTrainer
 from safetrain.tensors.sharded import full_tensor, is_dtensor, local
+from safetrain.trainer import fsdp
 
 
 def assert_same_weights(left, right):
@@ -37,6 +38,19 @@ def test_a_sharded_model_learns_like_a_replicated_one(tmp_path, options, exact):
     assert sharded[0]["losses"] == pytest.approx(replicated[0]["losses"], rel=1e-4 if exact else 0.05)
     if exact:
         assert_close(sharded[0], replicated[0])
+
+
+def train_where_the_mean_is_a_sum(rank, run_dir, options):
+    fsdp._averages = lambda device: False  # as gloo of torch 2.8 does
+    return train(rank, run_dir, options)
+
+
+def test_gradients_are_averaged_where_the_backend_only_adds(tmp_path):
+    options = {"loop": {"max_steps": 3}}
+    usual = run_ranks(train, 2, tmp_path / "usual", options)
+    summed = run_ranks(train_where_the_mean_is_a_sum, 2, tmp_path / "summed", options)
+    assert summed[0]["losses"] == pytest.approx(usual[0]["losses"], rel=1e-5)
+    assert_close(summed[0], usual[0])
 
 
 class Watching(Ending):
