@@ -127,9 +127,11 @@ def _take_means(model: nn.Module, device: torch.device) -> None:
 def _averages(device: torch.device) -> bool:
     import torch.distributed as dist
 
+    # What FSDP calls; the first is its newer name.
+    reduce = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     mean = torch.zeros(1, device=device)
     try:
-        dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size(), device=device), op=dist.ReduceOp.AVG)
+        reduce(mean, torch.ones(dist.get_world_size(), device=device), op=dist.ReduceOp.AVG)
     except (RuntimeError, ValueError):
         return False
     return mean.item() == 1.0
