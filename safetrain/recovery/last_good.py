@@ -108,9 +108,10 @@ class LastGood:
         self._updates.clear()
 
     def committed(self, window: Sequence[Any], loss: float, update_size: float | None = None) -> None:
+        """A step was committed; its window is empty if its loss cannot be computed again."""
         if self._num_steps % self.USUAL == 0:
             self._hardest = [((), -math.inf), self._hardest[0]]
-        if loss > self._hardest[0][1]:
+        if window and loss > self._hardest[0][1]:
             self._hardest[0] = window, loss
         if update_size is not None:
             self._updates.add(update_size)
@@ -120,7 +121,8 @@ class LastGood:
             if room != self._recent.maxlen:
                 self._recent = deque(self._recent, maxlen=room)
         self._num_steps += 1
-        self._recent.append((window, loss))
+        if window:
+            self._recent.append((window, loss))
         self._losses.add(loss)
         self._lowest = min(self._lowest, loss)
         if self._early.count < self.MEMORY:

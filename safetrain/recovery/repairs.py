@@ -107,6 +107,8 @@ class Repairs:
         trials, decision = self.trials, case.decision.tried
         if decision.action is not Action.COMMIT:
             return False
+        if self._step.exchange.any_rank(bool(self._step.blind_spot())):
+            return False  # its loss cannot be computed again, so nothing can be tried
         if case.may_restart and not case.is_late and self._confirms_a_doubt(case):
             return False
         if Doubt.NEW_WEIGHTS in {verdict.doubt for verdict in case.decision.verdicts.values()}:

@@ -113,3 +113,17 @@ def test_a_cell_that_is_run_again(make_guard, tmp_path, caplog):
                 optimizer.zero_grad()
         assert (guard.run_dir, guard.result.steps, guard.result.status) == (tmp_path / name, 3, "running")
     assert "was still open, and was closed" in caplog.text
+
+
+def test_a_suspicious_step_whose_loss_the_loop_computes(make_guard):
+    model, optimizer = build()
+    guard = make_guard(model, optimizer, config={"guards": {"spike": {"warmup_steps": 5}}})
+    batches = make_batches(14)
+    batches[11][1].mul_(1e6)
+    for batch in batches:
+        with guard.step(batch):
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [incident.step for incident in guard.result.incidents] == [11]
+    assert guard.result.steps == 13
