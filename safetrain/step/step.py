@@ -315,10 +315,8 @@ class Step:
         self.stage = Stage.BETWEEN
 
     def clear_gradients(self) -> None:
-        if (
-            type(self.optimizer).zero_grad is not Optimizer.zero_grad
-        ):  # it keeps more than gradients: those of each sample
-            self.optimizer.zero_grad()
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+            self.optimizer.zero_grad()  # it keeps more than gradients: those of each sample
         for parameter in self.parameters:
             parameter.grad = None
 
