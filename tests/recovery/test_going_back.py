@@ -221,8 +221,8 @@ def classify(make_trainer, lr, easy=1.0, **parts):
 def test_first_steps_that_raised_the_loss_are_rolled_back(make_trainer):
     result = classify(make_trainer, 3.0).fit()
     incident = result.incidents[0]
-    assert (incident.step, incident.decision.action) == (8, "rollback")
-    assert "stall: the first 8 steps raised the loss" in incident.decision.reasons[0]
+    assert (incident.step, incident.decision.action) == (7, "rollback")
+    assert "times their size" in incident.decision.reasons[0]
     assert rollbacks_of(result)[0] == (0, 0, "first")
     assert result.final_loss < 0.25 * result.losses[0]
 
@@ -243,7 +243,7 @@ def test_an_easy_first_batch_is_no_incident_and_changes_nothing(make_trainer):
         assert trainer.fit().healthy
         states.append(deep_state(trainer))
         calls.append(num_calls)
-    assert calls[0] == calls[1] + 2  # it was looked at: once with the weights of the start, once to be committed
+    assert calls[0] > calls[1]  # it was looked at: with the weights of the start, and at a lower rate
     assert_same(*states)
 
 
