@@ -49,7 +49,7 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     if not worked:
         return f"{text}."
     what = "with that line" if worked[0].name == "changed_line" else worked[0].detail
-    other = next((r.detail for r in worked[1:] if r.name == "drop_samples"), "")
+    other = next((r.detail for r in worked[1:] if r.name == "drop_samples" and finding.call_place is not None), "")
     return f"{text}. Verified: {what}, the step is finite{f' (also {other})' if other else ''}."
 
 
