@@ -20,7 +20,7 @@ from safetrain._private import allocator, compiler, dataloader, dtensor, feature
 from safetrain.distributed.replicas import Replicas
 from safetrain.errors import UsageError
 from safetrain.forensics import investigate
-from safetrain.guards.graph import broadcast
+from safetrain.guards.loss_graph import broadcast
 from safetrain.optim.ema import Ema
 from safetrain.precision.compiled import lowers_islands, note_compiled
 from safetrain.precision.islands import island
