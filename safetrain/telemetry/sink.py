@@ -105,6 +105,9 @@ class Sink:
     def tensors(self, values: Mapping[str, Tensor], step: int) -> None:
         """Weights and gradients by name, before the update of this step; every `logging.histograms_every` steps."""
 
+    def image(self, tag: str, pixels: Tensor, step: int) -> None:
+        """Of `trainer.log_image`: bytes `[channels, height, width]`, on the host."""
+
     def doing(self, what: str | None) -> None:
         """Something other than steps takes a while; None: it is over."""
 
@@ -201,6 +204,13 @@ class Telemetry:
 
     def tensors(self, values: Mapping[str, Tensor], step: int) -> None:
         self._send("tensors", values, step)
+
+    def takes(self, what: str) -> bool:
+        """Whether a sink defines this method."""
+        return any(getattr(type(sink), what) is not getattr(Sink, what) for sink in self.sinks)
+
+    def image(self, tag: str, pixels: Tensor, step: int) -> None:
+        self._send("image", tag, pixels, step)
 
     def doing(self, what: str | None) -> None:
         self._flush()

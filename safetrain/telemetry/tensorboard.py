@@ -122,6 +122,9 @@ class TensorBoard(Sink):
             self._add(self._summary.histogram_raw(name, low, high, finite.numel(), *sums, limits, counts), step)
         return values.numel() - finite.numel()
 
+    def image(self, tag: str, pixels: Tensor, step: int) -> None:
+        self._add(self._summary.image(tag, pixels, dataformats="CHW"), step)
+
     def finished(self, result: FitResult) -> None:
         final: dict[str, float] = {"run/steps": result.steps, "run/incidents": len(result.incidents)}
         final["run/final_loss"] = result.final_loss

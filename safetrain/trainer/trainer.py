@@ -24,6 +24,7 @@ from ..recovery import Ladder
 from ..step.deferred import UNDONE, Late
 from ..step.memory import attempt
 from ..step.step import Outcome, Stage, Step
+from ..telemetry.images import pixels_of
 from ..tensors.devices import place
 from . import build, checks
 from .evaluation import Evaluation
@@ -343,6 +344,17 @@ class SafeTrainer(TrainerHooks):
     def stop(self, reason: str = "stop() was called") -> None:
         """End the run after this step as if it were its last one: it is evaluated and saved, and `result.stop_reason` says why."""
         self.run.stop_reason = self.run.stop_reason or reason
+
+    def log_image(self, tag: str, image: Any) -> None:
+        """Show an image in TensorBoard at this step: a tensor or array `[height, width]` or `[channels, height, width]`, floats from 0 to 1
+        or uint8. Where nothing takes images (`logging.tensorboard` is off) that is said once."""
+        pixels, is_finite = pixels_of(image)
+        telemetry = self.run.telemetry
+        if not telemetry.takes("image"):
+            self.run.say_once("log_image: nothing takes images, as logging.tensorboard is off")
+        if not is_finite:
+            self.run.say_once(f"log_image: {tag} has values that are not finite; they are shown as 0")
+        telemetry.image(tag, pixels, self.step)
 
     def rollback(self, to: str = "trusted", skip_windows: int = 0) -> int:
         """Go back to an earlier state; returns the step it is of. Raises CheckpointError if there is none.
