@@ -97,7 +97,7 @@ class FitResult:
         return f"FitResult({shown}, run_dir={None if self.run_dir is None else str(self.run_dir)!r})"
 
     def summary(self) -> dict[str, Any]:
-        """As in `summary.json`."""
+        """The dict that `summary.json` holds."""
         return {
             "status": self.status,
             "healthy": self.healthy,
