@@ -1,4 +1,5 @@
-"""The one door to undocumented behaviour: private names of torch, settings of the C library, internals of a data loader.
+"""The only package that uses undocumented behaviour: private names of torch, settings of the C library, DataLoader
+internals.
 
 feature.py     what a feature is: what it relies on, a probe, what is lost without it, what happens instead
 table.py       all of them; `safetrain env` prints it, SAFETRAIN_WITHOUT=name,… turns some off

@@ -1,4 +1,4 @@
-"""Memory that a step frees, kept for the next one.
+"""Keeps the memory that a step frees for the next step.
 
 The C library of most Linux systems gives freed memory back to the system, and the next step asks for it again: every page of it
 is then a page fault. In a step of a small ResNet on a CPU those are 1,500, and a fifth of its time. The setting is one of the

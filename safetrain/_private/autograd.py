@@ -1,4 +1,4 @@
-"""The trace of every operation, forward and backward: what torch's dispatcher and its autograd engine know of them."""
+"""Traces every operation, forward and backward, through torch's dispatcher and autograd engine."""
 
 from __future__ import annotations
 

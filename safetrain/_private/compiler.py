@@ -1,4 +1,4 @@
-"""torch.compile: the module inside a compiled one, and the precision of compiled backward passes."""
+"""torch.compile: the original module of a compiled one, and the precision of compiled backward passes."""
 
 from __future__ import annotations
 

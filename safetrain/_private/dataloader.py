@@ -1,4 +1,4 @@
-"""A DataLoader without its worker processes, and which of them it waits for."""
+"""Reads a DataLoader without its worker processes, and finds the worker that it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its buffers, and the exchange of gradients of a rank that cannot run its own pass.
+"""DistributedDataParallel: its buffers, and the gradient reduction of a rank that cannot run its own pass.
 
 DDP exchanges gradients in buckets while backward runs. The private parts that this needs are those that its own `join` uses
 for the same purpose.

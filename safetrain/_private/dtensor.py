@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor this process has."""
+"""Which shard of a DTensor this process holds."""
 
 from __future__ import annotations
 

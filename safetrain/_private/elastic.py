@@ -1,4 +1,4 @@
-"""The launcher behind --nproc: torch's elastic agent, which is behind torchrun too."""
+"""The launcher behind --nproc: torch's elastic agent, which torchrun uses too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A feature that relies on something undocumented, and may therefore be missing in another version."""
+"""A feature that relies on undocumented behaviour and may be missing in another version."""
 
 from __future__ import annotations
 

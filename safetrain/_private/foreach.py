@@ -1,4 +1,4 @@
-"""One call for many tensors. Without it: one for each, with the same numbers."""
+"""torch's `_foreach_*` functions: one call for many tensors. Without it: one for each, with the same numbers."""
 
 from __future__ import annotations
 

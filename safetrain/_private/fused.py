@@ -1,4 +1,4 @@
-"""Fused optimizers that skip an update on the device: torch's loss scaler uses these attributes for the same purpose."""
+"""Fused optimizers that skip an update on the device, by the attributes that torch's GradScaler uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of what the nodes of autograd's graph compute."""
+"""Output shapes of the nodes in the autograd graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop that is not ours does: its calls of backward, and what its own loss scaler is asked for.
+"""Observes the user's own loop: its calls of backward and of its loss scaler.
 
 `Tensor.backward` looks `torch.autograd.backward` up at each call, and a `GradScaler` finds its methods on its class, so both can
 be listened to as long as a guard is open, whoever calls them.

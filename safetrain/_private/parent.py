@@ -1,4 +1,4 @@
-"""A signal when the parent process ends."""
+"""Requests a signal for the time when the parent process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of memory, and the values of a sparse tensor as they are stored."""
+"""Identity of a tensor's storage, and the stored values of a sparse tensor."""
 
 from __future__ import annotations
 

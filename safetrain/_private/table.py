@@ -1,4 +1,4 @@
-"""All features that rely on something undocumented. `safetrain env` prints this table."""
+"""The table of all features that rely on undocumented behaviour. `safetrain env` prints this table."""
 
 from __future__ import annotations
 

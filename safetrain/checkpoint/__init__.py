@@ -1,4 +1,4 @@
-"""The training state, in memory and on disk: there it is written atomically, and verified when it is loaded."""
+"""The training state, in memory and on disk. Checkpoints are written atomically and verified when they are loaded."""
 
 from __future__ import annotations
 

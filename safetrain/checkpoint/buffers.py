@@ -1,4 +1,4 @@
-"""Buffers of modules, of whatever kind they are: read as plain numbers, and written back."""
+"""Module buffers of every kind: read as plain numbers, and written back."""
 
 from __future__ import annotations
 

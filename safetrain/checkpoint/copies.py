@@ -1,4 +1,4 @@
-"""Copies of a training state in the host's memory."""
+"""Copies of a training state in host memory."""
 
 from __future__ import annotations
 

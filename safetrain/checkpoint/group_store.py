@@ -1,4 +1,4 @@
-"""Checkpoints of a run in several processes: one for all, and it succeeds or fails on all of them.
+"""Checkpoints of a run with several processes: one for all ranks, which succeeds or fails on all of them.
 
 Rank 0 writes what is the same on all processes; of a sharded state each process writes its own shard. What differs between
 processes is saved too: random state, data cursor, and the buffers of a sharded model. A checkpoint gets its final name

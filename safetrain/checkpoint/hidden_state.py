@@ -1,4 +1,5 @@
-"""What modules and optimizers of the user's keep in attributes, and their `state_dict` leaves out: of modules the random generators.
+"""State that the user's modules and optimizers keep in attributes outside `state_dict`; of modules, only random
+generators.
 
 Of an optimizer also numbers, text, tensors, other optimizers, and lists and dictionaries of those are saved and restored with it, dictionaries
 by parameter too, or by the `id` of one, which is another after a resume. Tensors in anything else cannot be saved, and that is said when the run starts or when they appear.

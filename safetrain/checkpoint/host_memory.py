@@ -1,4 +1,4 @@
-"""How much of the host's memory this process may count on."""
+"""How much host memory this process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshots of a run on disk, so that a resumed run can go back to where the uninterrupted one could.
+"""Saves the snapshots of a run to disk, so that a resumed run can roll back to the same steps as the uninterrupted one.
 
     snapshots/step-00000450/   a snapshot, in the form of a checkpoint
 

@@ -1,5 +1,5 @@
-"""When the state of a run is saved, which checkpoints are kept, and where a rollback goes. Changes no number: with or without it, and
-however often it saves, the weights come out the same."""
+"""When a checkpoint is saved, which checkpoints are kept, and where a rollback goes. Changes no number: with or without
+it, and however often it saves, the weights come out the same."""
 
 from __future__ import annotations
 

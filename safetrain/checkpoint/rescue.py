@@ -1,4 +1,4 @@
-"""A checkpoint out of the host's memory, when the device of a run can no longer be read."""
+"""Writes a checkpoint from host memory, when the device of a run can no longer be read."""
 
 from __future__ import annotations
 

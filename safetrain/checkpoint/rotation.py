@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a new one is safely on disk."""
+"""Which checkpoints are kept when a new one is safely on disk."""
 
 from __future__ import annotations
 

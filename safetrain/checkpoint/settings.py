@@ -1,4 +1,4 @@
-"""Settings of an optimizer that a resume takes from the checkpoint, although it was made with others this time."""
+"""Optimizer settings that a resume takes from the checkpoint, although the new optimizer was made with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that must survive, in one place: gathered from the parts of a training and given back to them.
+"""The whole training state in one place: gathered from the parts of a run and restored to them.
 
 Snapshots in memory, checkpoints on disk, rollback and resume all use this and nothing else.
 """

@@ -1,4 +1,4 @@
-"""A progress bar on the standard error of a command that takes a while; nothing if it is not a terminal."""
+"""A progress bar on standard error for a command that takes a while; nothing if it is not a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`safetrain env`: what a bug report needs."""
+"""`safetrain env`: versions, devices and features, for a bug report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands take: a config, overrides, and the flags that stand for overrides."""
+"""Arguments that several commands share: a config, overrides, and flags that are short for overrides."""
 
 from __future__ import annotations
 

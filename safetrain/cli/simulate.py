@@ -1,4 +1,4 @@
-"""`safetrain simulate`: what the guards would have suspected on a run that exists already."""
+"""`safetrain simulate`: what the guards would have suspected on an existing run."""
 
 from __future__ import annotations
 

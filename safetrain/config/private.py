@@ -1,4 +1,4 @@
-"""Values of a config that come from the environment (`${oc.env:TOKEN}`): used as they are, and never written down or shown.
+"""Config values that come from the environment (`${oc.env:TOKEN}`): used, but never saved or shown.
 
 The run directory, its report, TensorBoard and trackers get the interpolation as it was written. `config.yaml` ends with a short digest
 of each value, so that a resume under another environment is noticed.

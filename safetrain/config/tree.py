@@ -1,4 +1,4 @@
-"""A config before it is typed: values that remember where they were written."""
+"""A config before it is typed: values with the file and line where they were written."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What every other package speaks: verdict, view, incident, result, options. No torch.distributed, no run, no trainer."""
+"""The types that every other package uses: verdict, view, incident, result, options. No torch.distributed, no run, no
+trainer."""

@@ -1,4 +1,5 @@
-"""Options that have no effect under others: an option given alone implies what it needs, a contradiction is an error."""
+"""Options that have no effect together with others: an option given alone sets what it needs, a contradiction is an
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the last process of a run ended, read from the files that it left: for a resume, and for what restarts it."""
+"""How the last process of a run ended, read from the files that it left: for a resume, and for the launcher that
+restarts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a field of the schema accepts: reading it from its declaration, saying it in words, and checking a value."""
+"""What a field of the schema accepts: parsed from its declaration, described in words, and used to check a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How YAML reads plain text: which of it is a number, true or null, and which is a string."""
+"""How YAML reads plain scalars: which are numbers, booleans or null, and which are strings."""
 
 from __future__ import annotations
 

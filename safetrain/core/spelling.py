@@ -1,4 +1,4 @@
-"""The second half of a message about a misspelt name."""
+"""Suggests the right name for a misspelt one."""
 
 from __future__ import annotations
 

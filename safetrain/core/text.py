@@ -1,4 +1,4 @@
-"""Text that others wrote: shown without control codes, and source files read within limits."""
+"""Untrusted text: shown without control codes; source files are read within limits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training data as windows of micro-batches with a cursor that a resume goes on from."""
+"""Training data as windows of micro-batches, with a cursor from which a resume continues."""

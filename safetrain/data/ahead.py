@@ -1,4 +1,4 @@
-"""Some of the training data read before its turn: nothing is consumed, no loader process is started, no random number is drawn."""
+"""Reads some training data ahead: nothing is consumed, no worker process is started, no random number is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What objects hold, captured and restored: attributes, containers, random generators, small arrays.
+"""Captures and restores what objects hold: attributes, containers, random generators, small arrays.
 
 A data set with a counter, a loss with a list of past values, a module that draws from a generator of its own: code that is
 only called to look at it must find all that as it was.

@@ -1,4 +1,4 @@
-"""Shards training data that is no map-style Dataset: loaders, iterables, lists, and data that is already sharded."""
+"""Shards training data that is not a map-style Dataset: loaders, iterables, lists, and data that is already sharded."""
 
 from __future__ import annotations
 

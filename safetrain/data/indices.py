@@ -1,4 +1,4 @@
-"""The indices that a DataLoader's batch sampler gives: which samples each batch holds, without those that are left out."""
+"""The indices that a DataLoader's batch sampler yields: which samples each batch holds, without those in quarantine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training data of a kind that cannot be meant: said at once, with what to write instead."""
+"""Errors for training data of a kind that cannot be trained on (a class, a tensor), with what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLoaders around data that was given: of samples that come one by one, and of samples that cannot all be read."""
+"""Builds DataLoaders around the user's data: for iterable data, and for data with unreadable samples."""
 
 from __future__ import annotations
 

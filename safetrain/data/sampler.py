@@ -1,4 +1,4 @@
-"""The order in which samples are visited, and by which process: a batch sampler that can start anywhere in an epoch."""
+"""The order in which samples are visited, and by which rank: a batch sampler that can start anywhere in an epoch."""
 
 from __future__ import annotations
 

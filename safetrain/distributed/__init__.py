@@ -1,1 +1,2 @@
-"""Several processes: the machine, the only way across ranks, the watchdog, DDP replicas, the launcher."""
+"""Several processes: device and process group, communication between ranks, the watchdog, DDP replicas, the
+launcher."""

@@ -1,4 +1,5 @@
-"""What this process does now, for how long, and how long that usually takes. Written by the thread that trains, read by the watchdog's."""
+"""The current phase of this process, how long it has taken, and how long it usually takes. Written by the thread that
+trains, read by the watchdog's."""
 
 from __future__ import annotations
 

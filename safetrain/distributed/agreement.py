@@ -1,4 +1,5 @@
-"""What ranks report to each other in every step, and what follows from it: plain numbers in, the same answer on every rank.
+"""What ranks report to each other in every step, and how it is decided on: plain numbers in, the same decision on
+every rank.
 
 The numbers of a step travel as one vector of equal length on every rank:
 

@@ -1,4 +1,4 @@
-"""The only way across ranks: objects between steps, vectors of numbers within them.
+"""All communication between ranks: objects between steps, vectors of numbers within them.
 
 The functions work in any process. Alone, a process is its only rank; before a `Link` is open they use the default process
 group, afterwards the link's own, which user code cannot get between and whose waits the watchdog can name.

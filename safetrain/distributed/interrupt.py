@@ -1,4 +1,4 @@
-"""Ends the waiting of the main thread from another one: by an exception where that is possible, else by the end of the process."""
+"""Interrupts the waiting main thread from another thread: by an exception if possible, else by ending the process."""
 
 from __future__ import annotations
 

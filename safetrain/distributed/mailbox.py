@@ -1,4 +1,4 @@
-"""What each rank reports of itself in the store of the process group, where the others find it even while it hangs."""
+"""Each rank's heartbeat and status in the store of the process group, readable by the others even while it hangs."""
 
 from __future__ import annotations
 

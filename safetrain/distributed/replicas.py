@@ -1,4 +1,4 @@
-"""The model under DistributedDataParallel, kept in step with its other replicas when this rank cannot run its pass.
+"""The model under DistributedDataParallel, kept in sync with the other replicas when this rank cannot run its pass.
 
 DDP exchanges gradients in buckets while backward runs, so a rank whose forward or backward raised must still take part in
 as many exchanges as the others, in the same order.

@@ -1,4 +1,4 @@
-"""The process group of processes that torchrun has started again.
+"""The process group of processes that torchrun has restarted.
 
 They are given the store of the first ones, which still holds the addresses of processes that have ended: torch would try to
 connect to those. Its keys get a prefix of their own for each attempt.

@@ -1,4 +1,4 @@
-"""Tasks that `srun` started without a launcher: their rank and where they meet, from the variables that it sets."""
+"""Tasks that `srun` started without a launcher: rank and rendezvous address, from the variables that it sets."""
 
 from __future__ import annotations
 

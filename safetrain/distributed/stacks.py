@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and the loader worker that it waits for."""
+"""The stacks of the threads of this process, and the DataLoader worker that it waits for."""
 
 from __future__ import annotations
 

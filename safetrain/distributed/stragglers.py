@@ -1,4 +1,5 @@
-"""Ranks that are slower than the others in what each does by itself: reading data, and all else up to the end of its forward pass."""
+"""Ranks that are slower than the others in their own work: reading data, and everything else up to the end of the
+forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names what hangs: a thread that compares what this process does with how long that usually takes.
+"""The watchdog thread: reports a phase that takes much longer than usual, with the line where it hangs.
 
 With several processes every rank reports itself to the others through the store of the process group, even while it hangs,
 so that the one that is behind can be named with its line of code. torch's own error after the timeout names a connection.

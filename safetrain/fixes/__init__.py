@@ -1,4 +1,4 @@
-"""A change of the user's own source that keeps a bad step finite, proven by replaying the step with it."""
+"""Finds a change of the user's own source that keeps a bad step finite, proven by replaying the step with it."""
 
 from __future__ import annotations
 

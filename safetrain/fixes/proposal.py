@@ -1,4 +1,4 @@
-"""What is proposed: a change of one line that was proven, or a change of config or data, for which there is no line."""
+"""A proposal: a proven change of one source line, or a change of config or data."""
 
 from __future__ import annotations
 

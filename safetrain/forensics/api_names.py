@@ -1,4 +1,5 @@
-"""Which torch function Python called, so that an op is named as it was typed: `sqrt`, not the `div` in its derivative."""
+"""Which torch function the user called, so that an op has the name in the source: `sqrt`, not the `div` in its
+derivative."""
 
 from __future__ import annotations
 

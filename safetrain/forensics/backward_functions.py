@@ -1,4 +1,4 @@
-"""A custom `autograd.Function` whose backward gives non-finite gradients, and the same with zeros in their place."""
+"""Finds a custom `autograd.Function` whose backward returns non-finite gradients, and tries it with zeros instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that raised: because a value was already bad, because of a value, because of some samples, or because of the program.
+"""Why a step raised: a value was already bad, a value was out of range, some samples are bad, or the program is wrong.
 
 Whether an exception is about numbers is not read off its message alone. The step is replayed with tracing, and a bad value
 that came before the exception is its origin if the exception goes away, or becomes another, when that value is made finite.

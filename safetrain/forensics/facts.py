@@ -1,4 +1,4 @@
-"""What can be measured at an op only while its operands are alive: this is the evidence that the cause rules judge."""
+"""Measures an op while its operands are alive: the evidence for the cause rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a trace to the answer of the first question: which op, in which phase, module and line."""
+"""Finds the first bad operation in a trace: which op, in which phase, module and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From Python frames to what a person recognises: the module that was executing and the line of the user's own file."""
+"""Maps Python frames to the module that was executing and the line of the user's own file."""
 
 from __future__ import annotations
 

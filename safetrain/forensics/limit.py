@@ -1,4 +1,5 @@
-"""A changed step may never end: a solver that raised before now goes on for ever. Its replays may run a few times as many operations."""
+"""Limits the operations of a replay to a few times those of the step: a changed step may never end (a solver, for
+example)."""
 
 from __future__ import annotations
 

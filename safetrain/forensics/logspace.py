@@ -1,4 +1,5 @@
-"""Logarithms that are known without computing the number: of a softmax, a sigmoid, an exponential, and what is made of them.
+"""Logarithms that are known without computing the number itself: of a softmax, a sigmoid, an exponential, and of
+expressions of these.
 
 `log(softmax(x))` is -inf where the probability has rounded to 0, and a floor below it cuts off the gradient exactly where the model is
 most wrong. `log_softmax(x)` is the same function and has the right gradient there. While a `SafeVariant` is active, results carry a way to

@@ -1,4 +1,4 @@
-"""A replay of a step on the host, of a model that lives on another device."""
+"""Replays a step on the host, for a model that lives on another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safe variants of ops, put in at one line of the user's code while a step is replayed.
+"""Replaces ops at one line of the user's code by safe variants while a step is replayed.
 
 They replace the call above autograd, so that the gradient is that of the safe variant too.
 """

@@ -1,4 +1,4 @@
-"""What a remedy may use: the replayer, what was found, and a budget."""
+"""What a remedy may use: the replayer, the finding, and a budget."""
 
 from __future__ import annotations
 

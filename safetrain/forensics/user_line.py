@@ -1,4 +1,5 @@
-"""Remedies for an operation inside a library, which is not to be edited: the user's own line, and what the library was given."""
+"""Remedies for an operation inside a library: changes of the user's own line that calls it, and of the arguments, not
+of the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches what goes through chosen modules, every n steps and after a refusal."""
+"""Watches the outputs and gradients of chosen modules, every N steps and after a refusal."""
 
 from __future__ import annotations
 

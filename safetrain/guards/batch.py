@@ -1,4 +1,4 @@
-"""Looks at the data of a step: NaN or Inf, empty batches, labels outside the classes, changed types."""
+"""Checks the data of a step: NaN or Inf, empty batches, labels out of range, changed types."""
 
 from __future__ import annotations
 

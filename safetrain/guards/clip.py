@@ -1,4 +1,4 @@
-"""Bounds the gradient: by default only outliers. Reshapes, never refuses."""
+"""Clips the gradient, by default only outliers. Never refuses a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The course of a run in plain numbers: a schedule that has ended too early, a loss that does not get below a constant answer, or
-that jumps up and down."""
+"""Trends over a run, in plain numbers: a schedule that has ended too early, a loss no better than that of a constant
+prediction, or one that jumps up and down."""
 
 from __future__ import annotations
 

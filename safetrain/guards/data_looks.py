@@ -1,4 +1,4 @@
-"""Looks at the first batches: the same one again, or the same sample all over."""
+"""Checks the first batches: the same batch repeated, or the same sample in every row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stretch of steps with a high loss: other data came, and if they went again, they may have undone what was learned."""
+"""A stretch of steps with a high loss: different data arrived, and by the time it is over it may have undone what was
+learned."""
 
 from __future__ import annotations
 

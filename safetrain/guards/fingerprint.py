@@ -1,4 +1,5 @@
-"""Fingerprints of tensors: whole numbers made of their bits, which differ when a single bit does. All of it stays on the device."""
+"""Fingerprints of tensors: integers computed from their bits, which differ when a single bit does. All of it stays on
+the device."""
 
 from __future__ import annotations
 

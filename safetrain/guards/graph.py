@@ -1,4 +1,4 @@
-"""What the graph of a loss says of the parameters: which it depends on, and which of them an optimizer moves."""
+"""The graph of a loss and the parameters: which it depends on, and which of them an optimizer updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the graph of a loss says of the loss itself: whether it is given what it expects, and what a constant answer would give."""
+"""The graph of a loss and the loss function: whether it gets the inputs that it expects, and the loss of a constant
+prediction."""
 
 from __future__ import annotations
 

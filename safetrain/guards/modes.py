@@ -1,4 +1,4 @@
-"""Modules that compute something else in training than in evaluation: whether each is in the mode that the step needs."""
+"""Modules that behave differently in train and eval mode (dropout, BatchNorm): whether each is in the right mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes through chosen modules, forward and backward: how large, how many zeros, how near the end of its type's range.
+"""Statistics of the outputs and gradients of chosen modules: size, share of zeros, distance to the limit of the dtype.
 
 Everything stays on the device. It works without the trainer:
 

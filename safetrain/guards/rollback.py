@@ -1,4 +1,4 @@
-"""Suspects that training goes wrong for good when the loss has stayed far above its best for many steps."""
+"""Suspects that training has diverged permanently when the loss has stayed far above its best for many steps."""
 
 from __future__ import annotations
 

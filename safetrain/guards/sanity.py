@@ -1,4 +1,4 @@
-"""Notices training that runs and does not learn, or learns the wrong thing, although every number is finite."""
+"""Detects training that runs but does not learn, or learns the wrong thing, although every number is finite."""
 
 from __future__ import annotations
 

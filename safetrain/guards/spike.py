@@ -1,4 +1,5 @@
-"""Suspects a step whose loss, gradient norm or last update stands out of what is usual now. Whether it does harm is tried."""
+"""Suspects a step whose loss, gradient norm or last update is far outside its recent range. A trial decides whether
+it does harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices a network that no longer learns although every number is finite."""
+"""Detects a network that no longer learns although every number is finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is usual for a signal now: its level, trend, spread and tail, from the committed steps before."""
+"""The recent range of a signal: its level, trend, spread and tail, from the committed steps before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the weights move as they should: by every applied step, by nothing else, and alike on all ranks."""
+"""Whether the weights change as they should: in every applied step, at no other time, and equally on all ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Loops that are not ours: the loop keeps its forward, backward and step, and every update is judged before it is applied."""
+"""Guards for the user's own loop: it keeps its forward, backward and step, and every update is judged before it is
+applied."""

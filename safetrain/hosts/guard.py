@@ -1,4 +1,4 @@
-"""`watch`: the guard of a loop that is not ours."""
+"""`watch`: the guard of the user's own loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of a loop that makes its forward and backward pass itself, built on the one `Step`."""
+"""The step of a loop that runs forward and backward itself, built on the same `Step` as the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of a loop that are decided by its guard: `optimizer.step()`, whoever makes it."""
+"""Intercepts `optimizer.step()`, wherever it is called, so that the guard can refuse the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guards of this process that are open."""
+"""The guards that are open in this process."""
 
 from __future__ import annotations
 

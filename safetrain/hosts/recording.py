@@ -1,4 +1,4 @@
-"""A step without a `loss_fn`: what the loop called its model with is recorded, and replayed as far as that goes."""
+"""Steps without a `loss_fn`: records the arguments of the model's calls, and replays as much as they allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of a loop that is not ours, and the parts of a run that such a loop keeps to itself."""
+"""The config of `watch`, and the sections that the user's own loop decides itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a loop that is not ours, from the first micro-batch to the decision.
+"""One step of the user's own loop, from the first micro-batch to the decision.
 
 with guard.step(batch):                    begin ─ the loop's forward and backward
     …  optimizer.step()                    judge ─┬─ commit   the loop's own optimizer.step() goes on

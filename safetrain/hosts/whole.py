@@ -1,4 +1,4 @@
-"""`guard.run`: a whole step of a loop that is not ours, made as SafeTrainer makes it."""
+"""`guard.run`: a whole step in the user's own loop, run in the same way as by SafeTrainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop has done of a step so far."""
+"""What the loop has done of the current step so far."""
 
 from __future__ import annotations
 

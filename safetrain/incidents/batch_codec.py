@@ -1,4 +1,4 @@
-"""A batch out of types that `torch.load(weights_only=True)` accepts, and back.
+"""Converts a batch to types that `torch.load(weights_only=True)` accepts, and back.
 
 Tensors, numbers, strings, lists, tuples and dicts stay what they are. An object of any other class is taken apart as pickle
 would do it and kept with the name of its class, so that who reads the file decides whether that class may be imported. That is

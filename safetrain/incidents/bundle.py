@@ -1,4 +1,4 @@
-"""An incident on disk: what it says, and everything a replay of its step needs.
+"""An incident on disk: its text, and everything that a replay of its step needs.
 
     incidents/step-000042/   incident.json   what was found, for programs
                              report.md       the same, for people

@@ -1,4 +1,5 @@
-"""What of torch and safetrain a config from somewhere else may name: by full name, and nothing that reads files or calls what it is given.
+"""Which classes and functions of torch and safetrain a foreign config may name: none that reads files or calls its
+arguments.
 
 Never data sets, data loaders and data pipes, `torch.load`, `torch.hub` or `torch.jit`: they open files, and files hold code.
 """

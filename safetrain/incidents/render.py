@@ -1,4 +1,4 @@
-"""An incident for people: a compact block while a run goes on, a longer one to study, and `report.md`."""
+"""Renders an incident for people: a compact block during a run, a longer one to study, and `report.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code a run's config may name when the run came from somewhere else: `safetrain replay` imports and calls no other.
+"""Which code the config of a foreign run may name: `safetrain replay` imports and calls nothing else.
 
 A config can name anything that Python can import, `os.system` too, so a bundle out of a bug report is a program. Without
 `--trust` a target must be

@@ -1,4 +1,4 @@
-"""The training loop: every step is a transaction that commits whole or never happened."""
+"""The training loop: every step is a transaction that commits completely or leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which operand of an operation explains its value: the zero behind a zero, the largest behind a huge value, what was compared."""
+"""Which operand of an operation explains its value: the zero behind a zero, the largest one behind a huge value, the
+compared value behind a comparison."""
 
 from __future__ import annotations
 

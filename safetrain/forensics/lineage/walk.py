@@ -1,4 +1,4 @@
-"""Which of the operands to follow, and where to stop.
+"""Walks back through the operations: which operand to follow, and where to stop.
 
 A value is followed for what is wrong with it: a zero to the zero that made it, a huge value to the largest of what it was
 made of, a boolean to what was compared. The walk ends at the batch, a parameter, a constant, random numbers, or where values

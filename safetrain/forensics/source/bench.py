@@ -1,4 +1,5 @@
-"""The bad step and a healthy one, run as if the source had been changed: a change that keeps the one finite and the other as it was is proven."""
+"""Runs the bad step and a healthy one as if the source had been changed. A change is proven if the bad one stays
+finite and the healthy one is unchanged."""
 
 from __future__ import annotations
 
