@@ -1,4 +1,4 @@
-"""Requests a signal for the time when the parent process ends."""
+"""Sends this process a signal when its parent process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule will do to the learning rate, tried on a copy before the first step."""
+"""The learning rates that a schedule will give, tried on a copy before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of an optimizer, also of one that wraps another and has none of its own."""
+"""Hooks of an optimizer, also of one that wraps another optimizer and has no hooks itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The weights that are meant for use: averaged ones, and those of optimizers with `train()` and `eval()`, like the schedule-free ones.
+"""The weights to evaluate and export: averaged ones, and those of optimizers with `train()` and `eval()`
+(schedule-free).
 
 Such an optimizer keeps the parameters at the point that gradients are taken at; its `eval()` moves them to the average that is meant
 for use, and `train()` moves them back.

@@ -1,4 +1,4 @@
-"""Which parameters a step concerns."""
+"""Which parameters a step trains."""
 
 from __future__ import annotations
 

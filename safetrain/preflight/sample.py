@@ -1,4 +1,5 @@
-"""Reads training data without the run that follows noticing: no loader processes, no position moved, nothing consumed."""
+"""Reads training data without affecting the run that follows: no worker processes, no position moved, nothing
+consumed."""
 
 from __future__ import annotations
 

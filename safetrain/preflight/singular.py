@@ -1,4 +1,5 @@
-"""Searches for inputs and weights at which an operation of the step is not defined, or too large: by the gradient of its operand.
+"""Searches for inputs and weights at which an operation of the step is undefined or overflows, along the gradient of
+its operand.
 
 Every operation that has a singular point is watched in one forward pass. Then the inputs are pushed towards that point within the range of
 the data, and the weights with them, as training might do. What is reached is only a suspicion: the step is then investigated as it would be

@@ -1,4 +1,4 @@
-"""All that looking at a trainer may disturb, captured and restored."""
+"""Captures and restores everything that checking a trainer may disturb."""
 
 from __future__ import annotations
 

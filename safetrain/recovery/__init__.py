@@ -1,4 +1,4 @@
-"""What is done about a refused step: a ladder of rungs, least invasive first."""
+"""Recovery from a refused step: a ladder of rungs, least invasive first."""
 
 from .ladder import Ladder
 from .last_good import LastGood

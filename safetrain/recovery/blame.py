@@ -1,4 +1,5 @@
-"""Whose fault a refused step was: every rank looks for the origin in its own window, and one finding becomes that of all."""
+"""Which rank caused a refused step: every rank looks for the origin in its own micro-batches, and all agree on one
+finding."""
 
 from __future__ import annotations
 

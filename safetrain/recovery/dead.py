@@ -1,4 +1,5 @@
-"""Is a network dead? A gradient of zero does not show it: a loss may be flat where the network is good enough. What its outputs depend on does."""
+"""Is a network dead? A gradient of zero alone does not show it, because a loss may be flat where the network is good
+enough. What its outputs depend on does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What can be held as it is, so that a step that is refused again and again becomes finite without it."""
+"""What can be held at its current value (a learning rate, a few parameters), so that a step that is refused repeatedly
+becomes finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new start for weights that nothing can be learned from: dead from the first step on, or so large that values explode."""
+"""Reinitialises weights that cannot be trained: dead from the first step on, or so large that values explode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was good recently: to tell a bad batch from a bad state, and an update that does harm from one that only looks odd."""
+"""Recent good batches: to tell a bad batch from a bad state, and a harmful update from one that only looks odd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run knows of the end of a lineage: since when a parameter is as large as it is, and which samples of the data set it was."""
+"""What the run adds to the end of a lineage: since when a parameter has been this large, and the indices of the samples
+in the data set."""
 
 from __future__ import annotations
 

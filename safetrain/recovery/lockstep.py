@@ -1,4 +1,4 @@
-"""Where a step went bad, for a model that no rank can run without the others: sharded by FSDP2, or with SyncBatchNorm.
+"""Finds where a step went bad, for a model that no rank can run alone: sharded by FSDP2, or with SyncBatchNorm.
 
 All ranks run the step once more at the same time, through forward and backward whatever the values, and each watches the
 modules that its own window goes through. That finds the module, not the operation: tracing every operation, searching samples

@@ -1,4 +1,5 @@
-"""Notices when bad steps are the rule, and what the bad samples have in common: such a run is ended, not repaired to its end."""
+"""Detects when bad steps are the rule, and what the bad samples have in common: such a run is stopped instead of
+repaired again and again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a refused step: find out why, then climb the ladder until a rung helps. It ends in a stop at the latest."""
+"""Handles a refused step: finds out why, then climbs the ladder until a rung helps. It ends in a stop at the latest."""
 
 from __future__ import annotations
 

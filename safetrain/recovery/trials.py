@@ -1,4 +1,5 @@
-"""A suspect is tried before anything is done about it: is an update, or the state of the weights, really worse for batches that were good?
+"""Tries a suspicious step before refusing it: is the update, or the state of the weights, really worse on batches that
+were good?
 
 Refusing a step that only looks odd (a hard batch, a new task, a rare and informative sample) is harm, so a suspicion is no more than a
 reason to look. A trial ends with everything as it was, bit for bit, except that an update that passes is applied.

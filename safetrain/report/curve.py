@@ -1,4 +1,4 @@
-"""Losses, gradient norms and rates by step, of a run that exists: from any trainer, out of whatever it has written."""
+"""Losses, gradient norms and learning rates by step of an existing run, from the logs of any trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the guards would have suspected on a run that exists: each step of it is judged, and then learned from as committed."""
+"""What the guards would have suspected on an existing run: each of its steps is judged, and then learned from as
+committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run went: a sentence or two, and the numbers of the summary."""
+"""The verdict on a run: a sentence or two, and the numbers of the summary."""
 
 from __future__ import annotations
 

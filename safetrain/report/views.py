@@ -1,4 +1,4 @@
-"""What the template needs of an incident."""
+"""The fields of an incident that the template shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step exchanges with the other ranks: before the step, after its last forward, and before a refusal.
+"""Communication of a step with the other ranks: before the step, after its last forward, and before a refusal.
 
 `Exchange` is the one for a process without other ranks: there is nothing to exchange. `joint.JointExchange` is the one for many.
 """

@@ -1,4 +1,4 @@
-"""What is looked at once, in the first step of a process: whether its loss can train the model at all."""
+"""Checks once, in the first step of a process, whether the loss can train the model at all."""
 
 from __future__ import annotations
 

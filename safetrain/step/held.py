@@ -1,4 +1,4 @@
-"""What stays as it is in each step, although the computation says otherwise: what it says is not finite, in step after step."""
+"""Values that are held in each step because their computed update is non-finite in step after step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guards are shown of the steps before this one."""
+"""What guards see of the steps before this one."""
 
 from __future__ import annotations
 

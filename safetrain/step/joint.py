@@ -1,4 +1,4 @@
-"""Steps that several ranks make together: no rank decides anything before it knows what all ranks know.
+"""Steps of several ranks: no rank decides anything before it knows what all ranks report.
 
     forward … ─ last forward ─ send numbers (without waiting) ─ backward ─ receive ─ judge the same numbers
 

@@ -1,4 +1,5 @@
-"""A step that runs out of memory on its device: tried once more with what can be freed, then in halves if that is allowed."""
+"""A step that runs out of device memory: tried once more after freeing cached memory, then as two half batches if that
+is allowed."""
 
 from __future__ import annotations
 

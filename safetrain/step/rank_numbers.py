@@ -1,4 +1,4 @@
-"""The numbers of a step on their way across ranks: sent before backward, received after it, averaged for the guards."""
+"""Reduces the numbers of a step over ranks: sent before backward, received after it, averaged for the guards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guards are shown of a step on the host: of one that was measured, and of one that raised."""
+"""What guards see of a step on the host: of one that was measured, and of one that raised."""
 
 from __future__ import annotations
 

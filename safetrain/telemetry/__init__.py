@@ -1,4 +1,4 @@
-"""What is logged about a run, and where: journal, console, TensorBoard, trackers, and sinks of your own."""
+"""Logging of a run: journal, console, TensorBoard, trackers, and your own sinks (listeners)."""
 
 from __future__ import annotations
 

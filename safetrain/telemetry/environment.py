@@ -1,4 +1,4 @@
-"""What this program runs on: versions, devices, and which undocumented features work here."""
+"""The environment of a run: versions, devices, and which undocumented features work."""
 
 from __future__ import annotations
 

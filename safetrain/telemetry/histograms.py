@@ -1,4 +1,4 @@
-"""Histograms of weights and gradients, taken before an update every n steps."""
+"""Histograms of weights and gradients, taken before the update every N steps."""
 
 from __future__ import annotations
 

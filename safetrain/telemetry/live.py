@@ -1,4 +1,4 @@
-"""Live progress at the foot of a terminal, with everything else scrolling above it."""
+"""Live progress at the bottom of a terminal, with everything else scrolling above it."""
 
 from __future__ import annotations
 

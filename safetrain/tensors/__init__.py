@@ -1,1 +1,1 @@
-"""Nests, gradients, saved values, random state, and tensors that are sharded over processes."""
+"""Nested containers, gradients, saved values, random state, and tensors that are sharded over processes."""

@@ -1,4 +1,4 @@
-"""Indices and labels are compared with what they are used on before a device uses them.
+"""Checks on the host that indices and labels are in range, before a device uses them.
 
 On the CPU an index out of range is an exception. On a GPU it is an assertion inside a kernel, after which the process cannot use the
 device any more: nothing can be saved from it. Batches come from the host, where looking at them costs no wait.

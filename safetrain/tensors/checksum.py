@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, computed where the tensor is: to see whether it has changed since it was copied."""
+"""A checksum of a tensor's bits, computed on its device: to see whether it has changed since it was copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is asked of a device, of whatever kind: random state, pinned memory, streams, memory in use, and whether it still works.
+"""One interface to devices of every kind: random state, pinned memory, streams, memory in use, and whether the device
+still works.
 
 A kind of device need not offer all of it. What it lacks is done without: a copy then blocks, or a number is unknown.
 """

@@ -1,4 +1,4 @@
-"""Which modules of a model a glob means."""
+"""Which modules of a model a glob matches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of tensors that were moved to a device: those on the host that they were made from, to look at without waiting for the device."""
+"""The host tensors from which tensors on a device were copied, to check their values without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random state of every source a training step can draw from."""
+"""The state of every random generator that a training step can draw from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of tensors, and all that containers hold, captured so that they can be restored."""
+"""Captures the values of tensors and the contents of containers so that they can be restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the parts that were handed over: what could only fail later, or silently."""
+"""Checks of the objects passed to the trainer: mistakes that would only fail later, or silently."""
 
 from __future__ import annotations
 

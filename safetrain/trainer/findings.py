@@ -1,4 +1,4 @@
-"""What guards found to be wrong although every number is finite: a warning, or the cause of an incident."""
+"""Findings of guards although every number is finite: a warning, or the cause of an incident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watchdog finds, in the record of the run."""
+"""Adds the watchdog's findings to the record of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a subclass of `SafeTrainer` may define. By default the hooks follow the config."""
+"""The hooks that a subclass of `SafeTrainer` may define. By default the hooks follow the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is odd about the parts of a run although it may be meant: said at the start, with names."""
+"""Notes at the start about what looks odd but may be intended, with names."""
 
 from __future__ import annotations
 

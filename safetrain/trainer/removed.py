@@ -1,4 +1,4 @@
-"""Files of a run that were removed while it was training: made again, so that the next checkpoint can be resumed from."""
+"""Recreates files of a run that were removed while it was training, so that the next checkpoint can be resumed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A device that fails for good during a run: nothing on it can be read any more, and what the host still has is written down."""
+"""A device that fails permanently during a run: nothing on it can be read any more, and the state in host memory is
+saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are there twice: in the training data, or in training and evaluation data."""
+"""Check for duplicate samples: within the training data, or in training and evaluation data."""
 
 from __future__ import annotations
 

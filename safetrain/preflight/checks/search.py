@@ -1,4 +1,4 @@
-"""A search for data and weights that would make a step non-finite, before any have."""
+"""Check that searches for data and weights that would make a step non-finite."""
 
 from __future__ import annotations
 

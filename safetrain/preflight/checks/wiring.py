@@ -1,4 +1,4 @@
-"""The graph of the first loss: what it depends on, and what the loss is given."""
+"""Check of the graph of the first loss: the parameters that it depends on, and the inputs of the loss."""
 
 from __future__ import annotations
 
