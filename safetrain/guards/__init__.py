@@ -12,7 +12,7 @@ DEFAULT = ("finite", "clip", "backoff", "spike", "rollback", "stall", "sanity")
 
 _NOT_GUARDS = (
     *("batch_checks", "guard_set", "probes", "statistics"),
-    *("course", "data_looks", "fingerprint", "graph", "modes", "weights"),
+    *("course", "data_looks", "fingerprint", "graph", "loss_graph", "modes", "weights"),
 )
 """What guards use. Most of these need torch, which reading a config must not import."""
 

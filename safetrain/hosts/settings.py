@@ -166,7 +166,8 @@ def check_loss_fn(step: Step, batch: Any, loss: float) -> str | None:
     with undisturbed_rng(), transaction.aside(), step.precision.autocast():
         transaction.random_state.restore()
         try:
-            found, _ = split_loss(step.training_step(step.model, same_nest(batch)), "loss_fn")
+            output = step.training_step(step.model, same_nest(batch))
+            found, _ = split_loss(output, "loss_fn")  # safetrain: ignore[ST501] takes it apart, and computes nothing
         except Exception as error:
             raise UsageError(
                 f"loss_fn(model, batch) raised {type(error).__name__}: {error}. A refused step is replayed with it.\n"
