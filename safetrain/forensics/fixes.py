@@ -22,7 +22,9 @@ def suggest(finding: Finding, cause: Cause, remedies: list[Remedy]) -> str:
     where = f" at {finding.place.file.rpartition('/')[2]}:{finding.place.line}" if finding.place else ""
     safe = _SAFE.get(finding.name or "")
     is_of_call = finding.phase in ("forward", "backward") and cause.label not in _OF_TRAINING
-    if finding.caller is not None or (finding.call_place is not None and is_of_call):
+    if cause.label == "empty_reduction" and finding.name == "batch_norm":
+        text = "give BatchNorm 2 or more samples in each batch: data.drop_last=true (drop_last=True of a DataLoader) leaves out a last batch of one"
+    elif finding.caller is not None or (finding.call_place is not None and is_of_call):
         text = _in_library(finding, cause.label, remedies)
         not_advised = ("safe_op", "fused_form", "zero_bad_values")
         remedies = [remedy for remedy in remedies if remedy.name not in not_advised]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -121,12 +122,68 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_keywords(unnamed: tuple[Any, ...]) -> None:
+KEYWORDS = {
+    **dict.fromkeys(
+        ("val_data", "valid_data", "validation_data", "test_data", "val_loader", "val_dataloader"), "eval_data"
+    ),
+    **dict.fromkeys(("eval_loader", "eval_dataloader", "eval_dataset", "val_dataset"), "eval_data"),
+    **dict.fromkeys(("data", "train_loader", "train_dataloader", "train_dataset", "dataset", "loader"), "train_data"),
+    **dict.fromkeys(("loss", "criterion", "loss_function"), "loss_fn"),
+    **dict.fromkeys(("lr_scheduler", "schedule"), "scheduler"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("out", "out_dir", "output_dir", "log_dir", "save_dir"), "run_dir"),
+}
+"""What else the arguments of the constructor are called."""
+SETTINGS = {
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs"), "loop.max_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "max_iters"), "loop.max_steps"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "loop.grad_accum"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad_norm"), "guards.clip.max_norm"),
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.lr"),
+}
+"""What else options of the config are called."""
+_KEYS = frozenset(values_by_key(Config()))
+
+
+def check_keywords(unnamed: tuple[Any, ...], unknown: Iterable[str], known: Iterable[str]) -> None:
+    """`known`: the arguments that there are."""
+    if unknown := list(unknown):
+        raise UsageError(
+            f"SafeTrainer has no argument {' or '.join(unknown)}.\n"
+            f"To fix: {'; '.join(_instead(name, list(known)) for name in unknown)}."
+        )
     if unnamed:
         kinds = ", ".join(type(each).__name__ for each in unnamed)
         raise UsageError(
             f"SafeTrainer takes only the model without a name, and was given {kinds} too.\n"
             "To fix: SafeTrainer(model, loss_fn=…, optimizer=…, train_data=…)."
+        )
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """What to write for an argument that there is not."""
+    if name in KEYWORDS:
+        return f"{KEYWORDS[name]}=… instead of {name}=…"
+    sections = ("", *(f"{part}." for part in ("loop", "data", "checkpoint", "logging", "recovery", "forensics")))
+    key = SETTINGS.get(name) or next((section + name for section in sections if section + name in _KEYS), None)
+    if key is not None:
+        node = "…"
+        for part in reversed(key.split(".")):
+            node = f'{{"{part}": {node}}}'
+        return f"{name} is {key} of the config: config={node}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return (
+        f"{close[0]}=… instead of {name}=…" if close else f"its arguments are {', '.join(known)}; all else is in config"
+    )
+
+
+def check_constructed(trainer: object) -> None:
+    """A subclass with a constructor of its own may have forgotten that of the trainer."""
+    if "_made" not in vars(trainer):
+        name = type(trainer).__name__
+        raise UsageError(
+            f"{name}.__init__ did not call the constructor of SafeTrainer, or set attributes before it failed.\n"
+            f"To fix: call super().__init__(model, loss_fn=…, optimizer=…, train_data=…) in {name}.__init__."
         )
 
 

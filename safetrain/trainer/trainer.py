@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -70,6 +70,7 @@ class SafeTrainer(TrainerHooks):
         config: Any = None,
         guards: Iterable[Guard] | None = None,
         run_dir: str | Path | bool | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Parts that are not given come from the `build_*` hooks, which by default follow the config.
 
@@ -77,7 +78,7 @@ class SafeTrainer(TrainerHooks):
         `fit`, below `runs/` unless `run_dir` says where; with `run_dir=False` nothing is written. `eval_data` may be a dict of
         evaluation data by name.
         """
-        checks.check_keywords(unnamed)
+        checks.check_keywords(unnamed, unknown, SafeTrainer.__init__.__kwdefaults__ or ())
         self.config, self._run_dir = build.load_for(config, run_dir), run_dir
         loop = self.config.loop
         self.machine = build.open_machine(self.config)
@@ -226,6 +227,7 @@ class SafeTrainer(TrainerHooks):
     @contextmanager
     def _started(self, resume: bool | str) -> Iterator[Run]:
         """The run's directory opened, the guards' hooks installed; everything is removed again at the end."""
+        checks.check_constructed(self)
         if self._run is not None:
             raise UsageError("fit() was already called on this trainer.\nTo fix: make a new SafeTrainer for a new run.")
         checks.check_parts(self, self._made)
@@ -339,6 +341,7 @@ class SafeTrainer(TrainerHooks):
         """Check data, model and first steps before `fit()`, without changing any of them; see `safetrain.check`."""
         from ..preflight import check
 
+        checks.check_constructed(self)
         return check(self, only, budget)
 
     def stop(self, reason: str = "stop() was called") -> None:

@@ -93,3 +93,10 @@ def test_division_of_python_numbers() -> None:
 
     incident = incident_of(Tiny(), loss_fn, torch.zeros(4, 4))
     assert (incident.origin.name, incident.cause.label) == ("ZeroDivisionError", "division_by_zero")
+
+
+def test_a_batch_of_one_under_batch_norm_is_advised_to_be_left_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    finding = investigate(model, lambda model, batch: model(batch).sum(), torch.randn(1, 3))
+    assert finding.cause.label == "empty_reduction"
+    assert "data.drop_last=true" in finding.fix

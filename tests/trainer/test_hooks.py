@@ -1,5 +1,7 @@
 """Hooks of a subclass are called, or the class cannot be created."""
 
+import re
+
 import pytest
 import torch
 from small import make_batches, make_model, mse
@@ -197,3 +199,32 @@ def test_a_part_that_the_constructor_sets_cannot_be_a_method_nor_replaced(make_t
     trainer.evaluation = None
     with pytest.raises(UsageError, match="attribute evaluation of the trainer was replaced by a NoneType"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ("max_epochs", 'config={"loop": {"max_epochs": …}}'),
+        ("epochs", 'config={"loop": {"max_epochs": …}}'),
+        ("batch_size", 'config={"data": {"batch_size": …}}'),
+        ("seed", 'config={"seed": …}'),
+        ("max_grad_norm", 'config={"guards": {"clip": {"max_norm": …}}}'),
+        ("val_data", "eval_data=… instead of val_data=…"),
+        ("criterion", "loss_fn=… instead of criterion=…"),
+        ("optimiser", "optimizer=… instead of optimiser=…"),
+        ("colour", "its arguments are loss_fn, optimizer, train_data"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_an_error_that_says_what_to_write(given, instead):
+    with pytest.raises(UsageError, match=re.escape(instead)):
+        SafeTrainer(make_model(), **{given: 1})
+
+
+def test_a_subclass_that_does_not_call_the_constructor_is_an_error_that_says_so():
+    class Own(SafeTrainer):
+        def __init__(self, rate):
+            self.rate = rate
+
+    for method in (Own(0.1).fit, Own(0.1).check):
+        with pytest.raises(UsageError, match=r"super\(\).__init__\(model"):
+            method()
