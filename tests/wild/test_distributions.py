@@ -1,4 +1,4 @@
-"""Distributions and solvers: torch itself, gpytorch, linear_operator, stable_baselines3 and zuko."""
+"""Distributions and solvers: torch itself, gpytorch, linear_operator, stable_baselines3, torchdiffeq and zuko."""
 
 import pytest
 import torch
@@ -74,6 +74,19 @@ def outside_of_the_box():
     x = torch.rand(6, 2)
     x[2] = 3.0
     return NSF(2, 0, transforms=1, hidden_features=[8]), loss_fn, x
+
+
+@wild.fails("torchdiffeq", "", "div", "division_by_zero", came_from="both operands are")
+def solver_whose_step_becomes_zero():
+    from torchdiffeq import odeint
+
+    def loss_fn(model, x):
+        def velocity(t, y):
+            return model(y) / (y.sum(1, keepdim=True) - y.sum(1, keepdim=True))  # here
+
+        return odeint(velocity, x, torch.tensor([0.0, 1.0])).square().mean()
+
+    return Net(2, 2), loss_fn, torch.randn(4, 2)
 
 
 @wild.passes("gpytorch")
