@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,19 +53,21 @@ class Course:
         """By a fiftieth in the last hundred steps: it may fall further."""
         return len(self.levels) == 3 and self.smooth.mean < 0.98 * self.levels[0]
 
-    def learn(
-        self, loss: float, lrs: Sequence[float], update_size: float | None = None, total_steps: int | None = None
-    ) -> None:
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is being counted. What takes many steps to be seen is looked for every eighth."""
+        return self.num_seen % 8 != 0 and self.num_tiny == 0 and self.num_ended == 0
+
+    def learn(self, loss: float, lr: float, update_size: float | None = None, total_steps: int | None = None) -> None:
         """`update_size`: of the update before this step, relative to the weights."""
         self.num_seen += 1
         if update_size is not None and self.last_lr > 0 and total_steps is not None:
-            is_tiny = 0 < update_size < TINY / total_steps and max(lrs, default=0.0) <= self.last_lr  # no warm-up
+            is_tiny = 0 < update_size < TINY / total_steps and lr <= self.last_lr  # no warm-up
             self.num_tiny, self.tiny = (self.num_tiny + 1, update_size) if is_tiny else (0, 0.0)
-        if max(lrs, default=0.0) > self.last_lr:
+        if lr > self.last_lr:
             self.last_rise = self.num_seen
-        self.last_lr = max(lrs, default=0.0)
+        self.last_lr = lr
         self.start = loss if self.start is None else self.start
-        lr = max(lrs, default=0.0)
         self.highest_lr = max(self.highest_lr, lr)
         self.num_ended = self.num_ended + 1 if self.highest_lr > 0 and lr <= 1e-6 * self.highest_lr else 0
         if math.isfinite(loss):

@@ -51,7 +51,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class Sample:
-    """A few elements of a few tensors, looked at in every step: 20 µs, however large the tensors are."""
+    """A few elements of a few tensors, which takes the same time however large the tensors are."""
 
     def __init__(self, tensors: Sequence[Tensor], num_tensors: int = 24, num_values: int = 32) -> None:
         usable = [t for t in map(_plain, tensors) if t is not None and t.numel()]

@@ -28,6 +28,8 @@ FIRST = 4
 VANISHED = 1e-5
 """Share of the gradient of the last layers, element by element, below which the first ones get practically none."""
 VANISHING = f"the first layers get less than {VANISHED:g} of the gradient of the last ones"
+OFTEN = 4
+"""Every so many steps a sample of the weights is looked at."""
 PATIENCE = 20
 """Steps in which a parameter that other entries of its list took turns with was not reached, or one that was reached is not any more."""
 BEGINNING = 60
@@ -38,7 +40,7 @@ BEGINNING = 60
 class SanityConfig:
     look_every: int = option(100, ge=2)
     """Look at all bits of the weights every N steps, to find what does not move, what moved by itself, and ranks that differ. A few
-    elements are looked at in every step."""
+    elements are looked at every 4 steps, and in every step of several processes."""
     no_progress_steps: int | None = option(1000, ge=20)
     """After this many steps (or half of the run) a loss that is no better than that of the same answer for every sample is reported.
     null: never."""
@@ -137,7 +139,11 @@ class Sanity(Guard):
         if self._first_step is None:
             self._first_step = step.step
         age, every = step.step - self._first_step, self.config.look_every
+        if self._modes is not None and (mode := self._modes.finding()) is not None:
+            self._found.append(mode)
         signals: dict[str, Tensor] = {}
+        if not self._is_due(step.step, age):
+            return signals
         if self._looks is not None:
             is_look = age < FIRST or step.step % every == 0 or self.num_same >= 2 or self.num_dead > 0
             signals |= self._looks.measure(step.step, is_look, step.grad_norm)
@@ -149,9 +155,17 @@ class Sanity(Guard):
         self._look_at_gradients(step.step)
         return signals
 
+    def _is_due(self, step: int, age: int) -> bool:
+        """Whether there is anything to measure in this step. Of ranks, every step is compared."""
+        if age <= PATIENCE or step % OFTEN == 0 or step % self.config.look_every < 3 or self._types is not None:
+            return True
+        if self.num_same or self.num_dead > 0 or self._num_lost:
+            return True
+        return self._looks is not None and (self._looks.compares_ranks or self._looks.is_between(step))
+
     def _look_at_gradients(self, step: int) -> None:
         """Parameters that are not reached any more: frozen, or used under no_grad, in the middle of the run."""
-        if not self._reached or not (self._num_lost or step % 10 == 9):
+        if not self._reached or not (self._num_lost or step % (3 * OFTEN) == 0):
             return
         lost = [name for name, p in self._reached.items() if p.grad is None]
         self._num_lost = self._num_lost + 1 if lost and len(lost) < len(self._reached) else 0
@@ -165,13 +179,11 @@ class Sanity(Guard):
         self._reached = {}
 
     def _look_at_modules(self, age: int) -> None:
-        if self._types is not None and (finding := self._types.finding(self._precision)) is not None:
-            self._found.append(finding)
         if self._types is not None:
+            if (finding := self._types.finding(self._precision)) is not None:
+                self._found.append(finding)
             self._types.remove()
             self._types = None
-        if self._modes is not None and (finding := self._modes.finding()) is not None:
-            self._found.append(finding)
         if self._missing and age > 0:  # a loss may be of one part in this step and of another in the next
             from .graph import not_reached
 
@@ -191,6 +203,9 @@ class Sanity(Guard):
     def judge(self, view: StepView) -> Verdict:
         if view.in_trouble or view.scaler_overflow:
             return COMMIT
+        own = self._own(view)
+        if not own and not self._found and self.course.is_quiet:
+            return COMMIT
         if self.num_unchanged >= self.config.stop_after:
             finding = Finding("weights_unchanged", f"{self.num_unchanged} applied steps in a row changed no weight")
             return self._verdict(Action.STOP, [finding])
@@ -203,9 +218,9 @@ class Sanity(Guard):
         ):
             text = f"the gradient of every weight matrix has been exactly 0 for {self.num_dead} steps, at a loss of {view.loss:.4g}"
             return replace(self._verdict(Action.ROLLBACK, [Finding("dead_network", text)]), doubt=Doubt.DEAD)
-        if (reason := self._needs_new_weights(view)) is not None:
+        if (reason := self._needs_new_weights(view, own)) is not None:
             return replace(self._verdict(Action.ROLLBACK, [reason]), doubt=Doubt.NEW_WEIGHTS, restart=True)
-        findings = [*self._found, *self._about_weights(view), *self._about_data(view), *self._about_course(view)]
+        findings = [*self._found, *self._about_weights(view, own), *self._about_data(), *self._about_course(view)]
         findings = [f for f in findings if f.label not in self.said and not self._is_ignored(f.label)]
         if not findings:
             return COMMIT
@@ -218,14 +233,16 @@ class Sanity(Guard):
         evidence = {"signal": findings[0].label, "value": None, "names": findings[0].names}
         return Verdict(action, reason=reason, evidence=evidence, findings=tuple(findings))
 
-    def _signal(self, view: StepView, name: str) -> float | None:
-        return view.signals.get(f"{self.name}.{name}")
+    def _own(self, view: StepView) -> dict[str, float]:
+        """What `measure` found in this step; nothing in most."""
+        prefix = f"{self.name}."
+        return {name[len(prefix) :]: value for name, value in view.signals.items() if name.startswith(prefix)}
 
-    def _needs_new_weights(self, view: StepView) -> Finding | None:
+    def _needs_new_weights(self, view: StepView, own: Mapping[str, float]) -> Finding | None:
         """A network that is dead from the start, or so deep that nothing arrives at its first layers and that has learned nothing."""
         if self._asked or self._looks is None or view.loss == 0.0:
             return None
-        if self._signal(view, "zeros") and not self._is_ignored("dead_network") and view.grad_norm > 0:
+        if own.get("zeros") and not self._is_ignored("dead_network") and view.grad_norm > 0:
             names = self._looks.without_gradient()
             if 2 * len(names) >= self._looks.num_matrices and self.course.num_seen < PATIENCE:
                 text = f"{_listed(names)} get a gradient of exactly 0: the network is dead from the start"
@@ -242,13 +259,13 @@ class Sanity(Guard):
             return Finding("vanishing_gradients", text)
         return None
 
-    def _about_weights(self, view: StepView) -> list[Finding]:
+    def _about_weights(self, view: StepView, own: Mapping[str, float]) -> list[Finding]:
         looks = self._looks
         found: list[Finding] = []
         if looks is None:
             return found
         for name in ("all_weights", "weights"):
-            most, least = self._signal(view, name), self._signal(view, f"{name}_negative")
+            most, least = own.get(name), own.get(f"{name}_negative")
             if most is not None and least is not None and most != -least:
                 differing = looks.differing()
                 names, ranks = differing.names, differing.ranks
@@ -258,24 +275,24 @@ class Sanity(Guard):
                 self._sound_rank = differing.sound_rank
                 break
         can_move = self._last is not None and self._last[2] > 0 and view.lr <= self._last[2]  # else it is warming up
-        if self._signal(view, "corrupt"):
+        if own.get("corrupt"):
             names, ranks = looks.corrupt()
             where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             text = f"{_listed(names)} changed between two steps{where}, and no operation of torch wrote to it"
             found.append(Finding("memory_corruption", text, names, ranks))
-        if can_move and self._signal(view, "unchanged") == 1.0 and looks.are_where_they_were():
+        if can_move and own.get("unchanged") == 1.0 and looks.are_where_they_were():
             text = f"step {view.step - 1} was applied at a learning rate of {view.lr:.3g} and changed no weight"
             found.append(Finding("weights_unchanged", text, tuple(looks.names)))
-        elif can_move and self._signal(view, "stuck"):
+        elif can_move and own.get("stuck"):
             names = looks.stuck()
             text = f"{_listed(names)} get a gradient, and do not move by it"
             found.append(Finding("weights_unchanged", text, names))
-        if self._signal(view, "zeros") and view.loss != 0.0 and (names := looks.without_gradient()):
+        if own.get("zeros") and view.loss != 0.0 and (names := looks.without_gradient()):
             text = f"{_listed(names)} get a gradient of exactly 0, step after step: what they compute does not change the loss"
             found.append(Finding("dead_network", text, names))
         return found
 
-    def _about_data(self, view: StepView) -> list[Finding]:
+    def _about_data(self) -> list[Finding]:
         found = []
         if self.num_repeated >= 3:
             found.append(
@@ -315,38 +332,36 @@ class Sanity(Guard):
         self._found.clear()
         if self._looks is not None:
             self._looks.applied(view.step)
-        if (constant := self._signal(view, "constant_loss")) is not None and not math.isnan(constant):
+        own, last, lr = self._own(view), self._last, max(view.lrs, default=0.0)
+        if not math.isnan(constant := own.get("constant_loss", math.nan)):
             self.course.constant.add(constant)
-        self.course.learn(view.loss, view.lrs, view.update_size, view.total_steps)
-        weights, batch = self._signal(view, "weights"), self._signal(view, "batch")
+        self.course.learn(view.loss, lr, view.update_size, view.total_steps)
+        if own:
+            self._count(own, view)
         # At the end of a schedule it is meant that nothing moves any more.
-        last, lr = self._last, max(view.lrs, default=0.0)
         moves = view.grad_norm > 0 and lr > 1e-4 * self.course.highest_lr
-        if last is not None and weights is not None:
-            self.num_same = self.num_same + 1 if weights == last[0] and last[2] > 0 else 0
-        unchanged = self._signal(view, "unchanged")
-        if unchanged is not None and last is not None:
-            self.num_unchanged = self.num_unchanged + 1 if unchanged == 1.0 and last[2] > 0 else 0
-        if (moving := self._signal(view, "moving")) is not None:
-            is_dead = moving == 0.0 and view.loss != 0.0 and self._looks is not None and self._looks.num_matrices > 1
+        weights = own.get("weights", -1.0 if last is None else last[0])
+        self._last = (weights, own.get("batch", -1.0), lr if moves else 0.0, view.epoch)
+
+    def _count(self, own: Mapping[str, float], view: StepView) -> None:
+        """How many times in a row something was found."""
+        last, batch = self._last, own.get("batch")
+        if last is not None and "weights" in own:
+            self.num_same = self.num_same + 1 if own["weights"] == last[0] and last[2] > 0 else 0
+        if last is not None and "unchanged" in own:
+            self.num_unchanged = self.num_unchanged + 1 if own["unchanged"] == 1.0 and last[2] > 0 else 0
+        if "moving" in own:
+            is_dead = (
+                own["moving"] == 0.0 and view.loss != 0.0 and self._looks is not None and self._looks.num_matrices > 1
+            )
             self.num_dead = self.num_dead + 1 if is_dead else 0
         if batch is not None:
-            is_again = (
-                last is not None
-                and batch == last[1]
-                and view.epoch == last[3]
-                and not self._signal(view, "same_object")
-            )
+            is_again = last is not None and batch == last[1] and view.epoch == last[3] and not own.get("same_object")
             self.num_repeated = self.num_repeated + 1 if is_again else 0
-            self.num_alike = self.num_alike + 1 if self._signal(view, "alike") else 0
-            least = self._signal(view, "batch_negative")
-            self.num_shared = self.num_shared + 1 if least is not None and batch == -least else 0
-        if (
-            arriving := self._signal(view, "arriving")
-        ) is not None and last is not None:  # in the first step some are 0 by design
-            self.num_vanished = self.num_vanished + 1 if arriving < VANISHED else 0
-        known = -1.0 if batch is None else batch
-        self._last = (-1.0 if weights is None else weights, known, lr if moves else 0.0, view.epoch)
+            self.num_alike = self.num_alike + 1 if own.get("alike") else 0
+            self.num_shared = self.num_shared + 1 if batch == -own.get("batch_negative", math.nan) else 0
+        if last is not None and "arriving" in own:  # in the first step some are 0 by design
+            self.num_vanished = self.num_vanished + 1 if own["arriving"] < VANISHED else 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"course": self.course.state_dict(), "said": sorted(self.said)}

@@ -50,7 +50,7 @@ class WeightLooks:
         """`is_whole`: the model is not sharded over the processes. `always`: see `patterns`."""
         self._always = always
         self.names, self.tensors = list(weights), list(weights.values())
-        self._is_whole, self._compares_ranks = is_whole, is_whole and num_processes() > 1
+        self._is_whole, self.compares_ranks = is_whole, is_whole and num_processes() > 1
         self._sample = Sample(self.tensors)
         self._before: tuple[int, Tensor, Tensor | None] | None = None
         self._applied: Applied | None = None
@@ -63,22 +63,26 @@ class WeightLooks:
         self._suspects: set[int] = set()
         """Ranks on which weights have changed by themselves."""
 
+    def is_between(self, step: int) -> bool:
+        """The step before was looked at, and what it led to is to be compared."""
+        return self._applied is not None and self._applied.step == step - 1
+
     def measure(self, step: int, is_look: bool, norm: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if (sampled := self._sample.take()) is not None:
             found |= self._for_ranks("weights", sampled)
-        if is_look or (self._applied is not None and self._applied.step == step - 1):
+        if is_look or self.is_between(step):
             now = digests(self.tensors)
-            if self._applied is not None and self._applied.step == step - 1:
+            if self._applied is not None and self.is_between(step):
                 found |= self._compare(self._applied, now)
             if is_look:
                 self._before = step, now, self._strong(norm, found)
-                found |= self._for_ranks("all_weights", as_signal(now.sum())) if self._compares_ranks else {}
+                found |= self._for_ranks("all_weights", as_signal(now.sum())) if self.compares_ranks else {}
         return {name: sent(value, norm.device) for name, value in found.items()}
 
     def _for_ranks(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """The largest over all ranks, and the smallest as the largest of the negative."""
-        return {name: value, f"{name}_negative": -value} if self._compares_ranks else {name: value}
+        return {name: value, f"{name}_negative": -value} if self.compares_ranks else {name: value}
 
     def applied(self, step: int) -> None:
         """After the update of a step whose weights were looked at."""

@@ -65,4 +65,4 @@ def test_late_steps_make_no_more_calls_than_early_ones(make_trainer):
     early, late = calls[100:200], calls[500:600]
     assert min(late) <= min(early) + 2
     assert sum(late) <= 1.05 * sum(early)  # steps with a loss above the usual one take a few more
-    assert sorted(late)[50] < 350  # Python calls in a healthy step, torch's own included
+    assert sorted(late)[50] < 310  # Python calls in a healthy step, torch's own included
