@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
@@ -84,6 +85,7 @@ def check_trainable(model: nn.Module) -> None:
         raise UsageError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.\nTo fix: pass an instance of your module."
         )
+    _check_not_flattened(model)
     lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise UsageError(
@@ -96,6 +98,20 @@ def check_trainable(model: nn.Module) -> None:
             "To fix: check that its layers are attributes (or in a ModuleList, not a plain list) and that some parameters "
             "have requires_grad=True."
         )
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """FSDP1 makes one flat tensor of the parameters of several layers: what a rank has of a layer is of no shape that the others know."""
+    known = sys.modules.get("torch.distributed.fsdp")  # importing it is slow; before that, no model is wrapped
+    if known is None or num_processes() == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, known.FullyShardedDataParallel):
+            raise UsageError(
+                f"{name or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), which is not supported with several processes.\n"
+                "To fix: shard it with FSDP2, that is torch.distributed.fsdp.fully_shard (fsdp_version: 2 in a config of accelerate), or give "
+                "SafeTrainer the model as it is and set loop.strategy=fsdp."
+            )
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ from process_group import outcomes_of, run_ranks
 from rank_runs import Ending, Net, Samples, loss_fn, make_trainer, train, whole_state
 
 from safetrain import SafeTrainer
+from safetrain.errors import UsageError
 from safetrain.tensors.sharded import full_tensor, is_dtensor, local
 from safetrain.trainer import fsdp
 
@@ -203,19 +204,27 @@ def test_the_optimizer_of_a_config_has_a_kernel_for_shards(tmp_path, name, fused
     assert run_ranks(step_with, 2, name, str(tmp_path / "run"), timeout=60) == [(2, fused)] * 2
 
 
-def take_tensor_parallel(rank, run_dir):
+def take_sharded_otherwise(rank, run_dir):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     torch.distributed.init_process_group("gloo")
-    model = torch.nn.Sequential(
-        parallelize_module(torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    SafeTrainer(model, loss_fn=loss_fn, optimizer=optimizer, train_data=[torch.ones(2, 4)], run_dir=run_dir)
+    flat = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    parallel = parallelize_module(torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    messages = []
+    for layer in (flat, parallel):
+        model = torch.nn.Sequential(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError) as raised:
+            SafeTrainer(model, loss_fn=loss_fn, optimizer=optimizer, train_data=[torch.ones(2, 4)], run_dir=run_dir)
+        messages.append(str(raised.value))
+    return messages
 
 
-def test_tensor_parallelism_is_an_error_at_the_start(tmp_path):
-    for outcome in outcomes_of(take_tensor_parallel, 2, str(tmp_path / "run"), timeout=60):
-        assert outcome.error == "UsageError"
-        assert "safetrain.watch" in outcome.message
+def test_other_ways_to_shard_are_errors_at_the_start(tmp_path):
+    for flat, parallel in run_ranks(take_sharded_otherwise, 2, str(tmp_path / "run"), timeout=60):
+        assert "0 is wrapped in FullyShardedDataParallel" in flat
+        assert "fully_shard" in flat
+        assert "tensor parallelism" in parallel
+        assert "safetrain.watch" in parallel
