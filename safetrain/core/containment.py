@@ -16,18 +16,18 @@ from ..errors import SafetrainError
 
 strict = False
 """Raise instead. The tests do, so that no mistake is hidden."""
-_report: ContextVar[Callable[[str], None] | None] = ContextVar("report", default=None)
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 _PACKAGE = __package__.partition(".")[0]
 
 
 @contextmanager
-def reported_to(report: Callable[[str], None]) -> Iterator[None]:
+def reported_to(listener: Callable[[str], None]) -> Iterator[None]:
     """Inside, what is contained is reported to this function too, and not only to the log."""
-    token = _report.set(report)
+    token = _listener.set(listener)
     try:
         yield
     finally:
-        _report.reset(token)
+        _listener.reset(token)
 
 
 def is_contained(error: Exception, part: object, what: str, instead: str) -> bool:
@@ -39,13 +39,28 @@ def is_contained(error: Exception, part: object, what: str, instead: str) -> boo
         return False
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = f"{what} raised {type(error).__name__}: {error}. This is a mistake in safetrain; {instead}. Please report it:\n{trace}"
+    report(text)
+    return True
+
+
+def report(text: str) -> None:
+    """To the log, and where `reported_to` says."""
     logging.getLogger("safetrain").warning("%s", text)
-    if (report := _report.get()) is not None:
+    if (listener := _listener.get()) is not None:
         try:
-            report(text)
+            listener(text)
         except Exception as second:  # what reports is broken too; the log has it
             logging.getLogger("safetrain").warning("it could not be reported: %r", second)
-    return True
+
+
+@contextmanager
+def contained(part: object, what: str, instead: str) -> Iterator[None]:
+    """For what has nothing to be undone: inside, an exception of safetrain's own is reported and ends the block, not the run."""
+    try:
+        yield
+    except Exception as error:
+        if not is_contained(error, part, what, instead):
+            raise
 
 
 def _is_ours(part: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..config.schema import ForensicsConfig
 from ..core.causes import CAUSES, UNKNOWN
-from ..core.containment import is_contained
+from ..core.containment import contained, is_contained
 from ..core.files import to_json, write_text
 from ..core.incident import Cause, Incident, Origin
 from ..core.result import FitResult
@@ -66,7 +66,10 @@ class Investigator:
             diagnosis = self._contained(case) if alone else lockstep.locate(step, case)
         diagnosis = attribute(case, step, diagnosis)
         if diagnosis is not None:
-            self._note(case, diagnosis)
+            with contained(
+                self, f"describing what step {case.view.step} went wrong by", "the incident goes without the rest"
+            ):
+                self._note(case, diagnosis)
 
     def _contained(self, case: RefusedStep) -> Diagnosis | None:
         step = self._step

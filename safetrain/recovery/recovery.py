@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..checkpoint.policy import CheckpointPolicy
 from ..config.schema import Config
-from ..core.containment import is_contained
+from ..core.containment import contained, is_contained
 from ..core.incident import Incident
 from ..core.verdict import Action, Decision, Verdict, merge
 from ..core.view import StepView
@@ -25,6 +25,14 @@ from .lineage_end import note_growth, note_indices
 from .prevalence import Prevalence
 from .refused_step import RefusedStep, Resolution
 from .repairs import Repairs
+
+
+class Saved(Protocol):
+    """What is part of a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...
 
 
 class Recovery:
@@ -48,6 +56,8 @@ class Recovery:
         self.quarantine = Quarantine(after, run.dir)
         self.prevalence = Prevalence(config.recovery)
         self._said_why = False
+        self._unsaved: set[str] = set()
+        """Parts whose state could not be taken; later checkpoints go without it too."""
 
     def resolve(
         self,
@@ -63,8 +73,7 @@ class Recovery:
         )
         with self._run.phase("recovery", f"investigating step {view.step}"):
             self.investigator.investigate(case)
-            self._note_indices(case)
-            note_growth(case.incident, self._checkpoints.snapshots.all(), self._step.model, view.step)
+            self._note_lineage_end(case)
             self._step.transaction.restore(replayed=True)
             if (warnings := self.repairs.accept_if_harmless(case)) is not None:
                 for text in warnings:
@@ -74,10 +83,12 @@ class Recovery:
                 self._climb(case)
         return case
 
-    def _note_indices(self, case: RefusedStep) -> None:
-        known = None if case.diagnosis is None or case.is_late else self._stream.ids(case.window)
-        if known is not None and case.diagnosis is not None:
-            note_indices(case.incident, known[case.diagnosis.micro_batch])
+    def _note_lineage_end(self, case: RefusedStep) -> None:
+        with contained(self, "what the run knows of the end of a lineage", "the incident goes without it"):
+            known = None if case.diagnosis is None or case.is_late else self._stream.ids(case.window)
+            if known is not None and case.diagnosis is not None:
+                note_indices(case.incident, known[case.diagnosis.micro_batch])
+            note_growth(case.incident, self._checkpoints.snapshots.all(), self._step.model, case.view.step)
 
     def resolve_bad_state(self, view: StepView, decision: Decision) -> RefusedStep:
         """Recover from a state that was found to be wrong between two steps."""
@@ -178,23 +189,37 @@ class Recovery:
         self._run.result.quarantined = self.quarantine.ids
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "quarantine": self.quarantine.state_dict(),
-            "known": self.investigator.state_dict(),
-            "trials": self.repairs.trials.state_dict(),
-            "losses": self.repairs.last_good.state_dict(),
-            "prevalence": self.prevalence.state_dict(),
-            "held": self._step.held.state_dict(),
-        }
+        return self.states_of(self._parts())
+
+    def states_of(self, parts: Mapping[str, Saved]) -> dict[str, Any]:
+        """By name. A part that raises is left out, and that is said once: a checkpoint without it is better than none."""
+        states = {}
+        for name, part in parts.items():
+            if name in self._unsaved:
+                continue
+            try:
+                states[name] = part.state_dict()
+            except Exception as error:
+                what = f"saving the state of {type(part).__name__}"
+                if not is_contained(
+                    error, part, what, "checkpoints are written without it, and a resume begins with a new one"
+                ):
+                    raise
+                self._unsaved.add(name)
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.investigator.load_state_dict(state["known"])
-        if "quarantine" in state:
-            self.quarantine.load_state_dict(state["quarantine"])
-        self.repairs.last_good.load_state_dict(state["losses"])
-        if "prevalence" in state:
-            self.prevalence.load_state_dict(state["prevalence"])
-        if "held" in state:
-            self._step.held.load_state_dict(state["held"])
-        if "trials" in state:
-            self.repairs.trials.load_state_dict(state["trials"])
+        for name, part in self._parts().items():
+            if name in state:  # a part that failed was not saved
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Saved]:
+        repairs = self.repairs
+        return {
+            "quarantine": self.quarantine,
+            "known": self.investigator,
+            "trials": repairs.trials,
+            "losses": repairs.last_good,
+            "prevalence": self.prevalence,
+            "held": self._step.held,
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..core.verdict import Action, Doubt
 from ..core.view import StepView
 from ..distributed.comm import overwrite
 from ..errors import CheckpointError
+from ..forensics.frames import is_user
 from ..guards.islands import Islands
 from ..guards.sdc import Sdc
 from ..precision.compiled import lowers_islands
@@ -94,7 +96,27 @@ class Repairs:
 
     def accept_if_harmless(self, case: RefusedStep) -> list[str] | None:
         """Commit a step that was refused unnecessarily; it is no incident then. Returns what to warn of, or None if it was
-        refused with reason."""
+        refused with reason, or that could not be found out."""
+        try:
+            return self._accepted(case)
+        except Exception as error:
+            what = f"finding out whether step {case.view.step} is harmless"
+            is_theirs = not self.runs_alone or self._passes_through_the_step(error)
+            if is_theirs or not is_contained(
+                error, self, what, "it stays refused" if case.applied is None else "it is committed"
+            ):
+                raise
+            if case.applied is not None:
+                return []
+            self._step.undo(case.view.loss_scale)
+            return None
+
+    def _passes_through_the_step(self, error: Exception) -> bool:
+        """Raised by the user's model, loss or optimizer, or where the weights are moved."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return any(frame.f_locals.get("self") is self._step or is_user(frame.f_code) for frame in frames)
+
+    def _accepted(self, case: RefusedStep) -> list[str] | None:
         if names := self._has_harmless_buffer(case):
             what = f"{', '.join(names)} is not finite; nothing depends on it, so it is not watched"
             return [f"step {case.view.step}: {what}"]

@@ -98,15 +98,12 @@ class Trials:
             step.undo(case.view.loss_scale)
             return "the step gives other numbers when it is computed once more"
         outcome = step.commit(measurement, view, decision)
-        harm = None
-        if outcome is Outcome.RUINED:
-            harm = "it would have made the state non-finite"
-        elif outcome is Outcome.COMMITTED and windows:
-            after = self.loss(case, windows)
-            old, new = _mean(before), _mean(after)
-            if self.last_good.is_clearly_worse(new, old):
-                count = "a good batch" if len(windows) == 1 else f"{len(windows)} good batches"
-                harm = f"committed it would have raised the loss of {count} from {old:.4g} to {new:.4g}"
+        try:
+            harm = self._harm(case, outcome, windows, before)
+        except Exception:
+            start.restore_training(step)
+            step.transaction.expect_weights()
+            raise
         if harm is None:
             self.num_passed += is_suspect
             if is_suspect:
@@ -119,6 +116,18 @@ class Trials:
             step.transaction.expect_weights()
         step.undo(case.view.loss_scale)
         return harm
+
+    def _harm(self, case: RefusedStep, outcome: Outcome, windows: Sequence[Any], before: Sequence[float]) -> str | None:
+        """What an update has done to good windows, whose losses are known from before it."""
+        if outcome is Outcome.RUINED:
+            return "it would have made the state non-finite"
+        if outcome is not Outcome.COMMITTED or not windows:
+            return None
+        old, new = _mean(before), _mean(self.loss(case, windows))
+        if not self.last_good.is_clearly_worse(new, old):
+            return None
+        count = "a good batch" if len(windows) == 1 else f"{len(windows)} good batches"
+        return f"committed it would have raised the loss of {count} from {old:.4g} to {new:.4g}"
 
     # ---- going back --------------------------------------------------------------------------------------------
 

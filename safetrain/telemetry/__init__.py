@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..config.render import to_public_dict
 from ..config.schema import Config, Target
 from ..config.targets import instantiate
+from ..core.containment import is_contained, report
 from ..core.rundir import JOURNAL
 from ..errors import ConfigError
 from .journal import Journal, JournalFile, JournalLines
@@ -63,14 +66,28 @@ def _curves(config: Config, config_text: str, run_dir: Path, resume: ResumePoint
     settings = to_public_dict(config)
     sinks: list[Sink] = []
     if config.logging.tensorboard:
-        from .environment import environment
-        from .tensorboard import TensorBoard, fenced, table
-
-        texts = {"run/config": fenced(config_text, "yaml"), "run/environment": table(environment())}
-        sinks.append(TensorBoard(run_dir, settings, texts, resume))
+        sinks += _tensorboard(settings, config_text, run_dir, resume)
     if config.logging.trackers:
         from .trackers import Tracker
 
         project = config.logging.project or config.name
         sinks += [Tracker(name, project, run_dir, settings) for name in config.logging.trackers]
     return sinks
+
+
+def _tensorboard(
+    settings: Mapping[str, Any], config_text: str, run_dir: Path, resume: ResumePoint | None
+) -> list[Sink]:
+    """Without it, and with a note, if it cannot be opened: the journal has all of it too."""
+    try:
+        from .environment import environment
+        from .tensorboard import TensorBoard, fenced, table
+
+        texts = {"run/config": fenced(config_text, "yaml"), "run/environment": table(environment())}
+        return [TensorBoard(run_dir, settings, texts, resume)]
+    except (OSError, UnicodeError, ImportError) as error:
+        report(f"TensorBoard is given up, as it could not be opened: {type(error).__name__}: {error}")
+    except Exception as error:
+        if not is_contained(error, Sink, "opening TensorBoard", "the run goes on without it"):
+            raise
+    return []

@@ -143,6 +143,8 @@ class Telemetry:
         self._failed: list[Sink] = []
         """Those of the user's whose error was reported."""
         self.vitals = Vitals() if vitals is None else vitals
+        self._counts = True
+        """False once the statistics of the run have failed: they stay as they were."""
         self.is_busy = False
         """Something other than steps is being done."""
         self.activity: Activity | None = None
@@ -167,7 +169,7 @@ class Telemetry:
         self._send_steps()
         if self._has_news:
             self._has_news = False
-            self.vitals.mark_time()
+            self._count("mark_time")
             self._send("refreshed", self.vitals)
 
     def _send_steps(self) -> None:
@@ -177,12 +179,22 @@ class Telemetry:
         self._has_news = True
         self._send("stepped", records)
         for record in records:
-            self.vitals.add(record)
+            self._count("add", record)
             if record.view.step % self._log_every == 0 or not record.is_ordinary:
                 self._send("logged", record, self.vitals)
 
+    def _count(self, what: str, *about: Any) -> None:
+        if not self._counts:
+            return
+        try:
+            getattr(self.vitals, what)(*about)
+        except Exception as error:
+            self._counts = False
+            if not is_contained(error, self.vitals, f"the statistics of the run, in {what}", "they stay as they were"):
+                raise
+
     def started(self, about: Mapping[str, Any]) -> None:
-        self.vitals.begin(about.get("total_steps"))
+        self._count("begin", about.get("total_steps"))
         self._send("started", about)
 
     def noted(self, text: str) -> None:

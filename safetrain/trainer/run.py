@@ -130,7 +130,8 @@ class Run:
         if point is None:
             self.write_config()
         self.resumption = None if point is None else endings.of_resumed(self.dir, point.journal_position)
-        self.telemetry, self._journal = open_telemetry(self.config, self._config_text, self.dir, point)
+        with reported_to(self._notes.append):
+            self.telemetry, self._journal = open_telemetry(self.config, self._config_text, self.dir, point)
         if self._journal.num_missing:
             self._notes.append(
                 f"the journal lacks {self._journal.num_missing} bytes of what was written before this resume"

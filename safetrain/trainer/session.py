@@ -22,7 +22,7 @@ from ..errors import CheckpointError, DeviceLost, Interrupted, TrainingStopped
 from ..optim.forecast import doubt
 from ..optim.modes import train_mode
 from ..recovery import Ladder, RefusedStep
-from ..recovery.recovery import Recovery
+from ..recovery.recovery import Recovery, Saved
 from ..step.deferred import Deferral
 from ..step.joint import JointExchange
 from ..step.step import Stage, Step
@@ -54,11 +54,13 @@ class Progress:
             "eval_epoch": max((stream.epoch for stream in self._evaluation.streams.values()), default=0),
             "evaluated_at": self._run.evaluated_at,
             "run": self._run.state_dict(),
-            "ladder": self.recovery.ladder.state_dict(),
             "bench": self.recovery.state_dict(),
-            "patches": self._step.patches.state_dict(),
+            **self.recovery.states_of(self._parts()),
             "ddp_has_order": isinstance(exchange, JointExchange) and exchange.has_gradient_order,
         }
+
+    def _parts(self) -> dict[str, Saved]:
+        return {"ladder": self.recovery.ladder, "patches": self._step.patches}
 
     def give_back(self, num_micro_batches: int) -> None:
         """These were handed out for a step that never was; a resume reads them again."""
@@ -73,9 +75,10 @@ class Progress:
         self._run.evaluated_at = state["evaluated_at"]
         self._run.load_state_dict(state["run"])
         _note_resume(self._run)
-        self.recovery.ladder.load_state_dict(state["ladder"])
         self.recovery.load_state_dict(state["bench"])
-        self._step.patches.load_state_dict(state["patches"])
+        for name, part in self._parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
         if isinstance(self._step.exchange, JointExchange):
             self._step.exchange.resume_gradient_order(state.get("ddp_has_order", False))
 
