@@ -336,6 +336,7 @@ STAGES = ["kills", "syscalls", "damage", "full-disk", "forged"]
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a fork must not print it once more
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("what", nargs="*", choices=[*STAGES, []], help="default: all of them")
     parser.add_argument(

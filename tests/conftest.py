@@ -1,6 +1,7 @@
 """What every test starts from: one thread, known random numbers, and no setting left over from the test before."""
 
 import gc
+import logging
 import os
 import random
 import tempfile
@@ -21,6 +22,18 @@ from safetrain import SafeTrainer
 from safetrain.core import containment
 
 containment.strict = True  # what is contained in a run of the user's is a failure here
+
+
+@pytest.fixture(autouse=True)
+def undisturbed_logging():
+    """Command lines and frameworks that run in a test change loggers of the whole process."""
+    loggers = [logging.getLogger(), logging.getLogger("safetrain")]
+    before = [(each, each.disabled, each.level, each.propagate) for each in loggers]
+    yield
+    logging.disable(logging.NOTSET)
+    for each, disabled, level, propagate in before:
+        each.disabled, each.propagate = disabled, propagate
+        each.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -63,15 +63,10 @@ class Machine:
         self._shared: Accelerator | None = None
         if _has_company():
             # Its state is that of the whole process: two trainers with different devices cannot share it.
-            try:
-                self._shared = Accelerator(
-                    cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
-                )
-            except ValueError as error:
-                raise UsageError(
-                    f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} but this process finds no others: {error}\n"
-                    "To fix: start the run with torchrun --nproc-per-node N, or unset WORLD_SIZE."
-                ) from error
+            _check_launched()
+            self._shared = Accelerator(
+                cpu=on_cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[timeout]
+            )
         self.device = self._pick_device(device)
         self.rank: int = 0 if self._shared is None else self._shared.process_index
         self.world_size: int = 1 if self._shared is None else self._shared.num_processes
@@ -174,6 +169,17 @@ def _has_company() -> bool:
     if any(os.environ.get(name, "1") not in ("", "1") for name in sizes):
         return True
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _check_launched() -> None:
+    """A launcher sets more than WORLD_SIZE. Without the rest accelerate sets some of it for good, and then fails."""
+    if torch.distributed.is_initialized() or "MASTER_ADDR" in os.environ:
+        return
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise UsageError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but this process was started by no launcher: MASTER_ADDR is not set.\n"
+            "To fix: start the run with torchrun --nproc-per-node N, or unset WORLD_SIZE."
+        )
 
 
 def _own_device() -> torch.device:

@@ -22,6 +22,10 @@ SWINGS = 24
 """Committed steps over which a loss is looked at for jumps."""
 
 
+FIRST_UPDATES = 8
+"""Steps at the start whose update is not known yet, or grows out of a warm-up."""
+
+
 @dataclass
 class Course:
     """Numbers of committed steps only."""
@@ -114,13 +118,18 @@ class Course:
 
     def too_slow(self, total_steps: int | None) -> Finding | None:
         """The updates are so small that all steps of the run together do not change the weights."""
-        if self.num_tiny < 3 or total_steps is None or total_steps < FEW:
+        if self.num_tiny < 3 or self.has_moved or total_steps is None or total_steps < FEW:
             return None
         text = (
             f"an update changes the weights by {self.tiny:.1e} of their size at a learning rate of {self.highest_lr:.3g}: "
             f"{total_steps} steps change them by less than {TINY:g} of it"
         )
         return Finding("rate_too_low", text)
+
+    @property
+    def has_moved(self) -> bool:
+        """Updates were larger at first: what is tiny by now is the gradient of a loss that is nearly flat, or a schedule's end."""
+        return self.num_tiny < self.num_seen - FIRST_UPDATES
 
     @property
     def has_learned(self) -> bool:
@@ -132,7 +141,7 @@ class Course:
         return self.start is not None and 0 < 10 * self.constant.mean < self.start
 
     def is_hopeless(self, total_steps: int | None, after: int) -> bool:
-        is_slow = self.num_tiny >= after and total_steps is not None and total_steps >= FEW
+        is_slow = self.num_tiny >= after and not self.has_moved and total_steps is not None and total_steps >= FEW
         return is_slow and self.tiny < 0.5 * TINY / (total_steps or 1)
 
     def oscillation(self) -> Finding | None:

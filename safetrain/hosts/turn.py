@@ -296,6 +296,18 @@ class Turn:
         with scaled_lr(optimizer, window.lr_scale):
             return proceed(*args, **kwargs)
 
+    def _without_untriable_doubts(self, decision: Decision) -> Decision:
+        """A suspicion alone refuses nothing. Where the loss is the loop's own, no trial can confirm it."""
+        if decision.action is Action.COMMIT or decision.tried.action is not Action.COMMIT:
+            return decision
+        if not self._step.exchange.any_rank(bool(self._step.blind_spot())):
+            return decision
+        self._session.run.say_once(
+            "a step looks suspicious, and is applied: the loop computes the loss itself, so the update cannot be tried on other "
+            "batches; pass loss_fn=… to watch() for that"
+        )
+        return decision.tried
+
     # ---- judge -------------------------------------------------------------------------------------------------
 
     def _judge(self, window: Window, optimizer: Optimizer, proceed: Callable[[], Any]) -> Any:
@@ -316,7 +328,7 @@ class Turn:
         step.transaction.notice_writes()
         measurement = step.measure(self._seen(window), losses, [])
         view = step.view(measurement)
-        decision = step.judge(view)
+        decision = self._without_untriable_doubts(step.judge(view))
         self._num_decided += 1
         answer: list[Any] = []
         if decision.action is Action.COMMIT:

@@ -125,5 +125,5 @@ def test_a_suspicious_step_whose_loss_the_loop_computes(make_guard):
             mse(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert [incident.step for incident in guard.result.incidents] == [11]
-    assert guard.result.steps == 13
+    assert guard.result.incidents == []  # nothing can be tried, and a suspicion alone refuses nothing
+    assert guard.result.steps == 14
