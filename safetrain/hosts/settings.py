@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from ..config.load import load
 from ..config.schema import Config
 from ..core.loss import split_loss
+from ..core.verdict import Action, Decision
 from ..data.sources import Source
 from ..errors import ConfigError, UsageError
 from ..optim.optimizers import OptimizerGroup
@@ -212,3 +213,16 @@ def check_precision(given: str, seen: str | None, has_scaler: bool) -> None:
             f"the loop calls its model under autocast to {seen}, and watch() was told precision={given!r}.\n"
             f"To fix: watch(…, precision='{seen}'), so that a replay computes what the loop does."
         )
+
+
+def confirmable(step: Step, decision: Decision, say_once: Callable[[str], None]) -> Decision:
+    """A suspicion alone refuses nothing. Where the loss is the loop's own, no trial can confirm it."""
+    if decision.action is Action.COMMIT or decision.tried.action is not Action.COMMIT:
+        return decision
+    if not step.exchange.any_rank(bool(step.blind_spot())):
+        return decision
+    say_once(
+        "a step looks suspicious, and is applied: the loop computes the loss itself, so the update cannot be tried on other batches; "
+        "pass loss_fn=… to watch() for that"
+    )
+    return decision.tried

@@ -28,7 +28,7 @@ from ..tensors.nest import to_device
 from ..trainer.session import Session
 from .hosted_step import HostedPrecision, HostedStep
 from .interception import OptimizerSteps, evaluated
-from .settings import AutocastSeen, Kept, check_first_step, check_loss_fn, check_precision
+from .settings import AutocastSeen, Kept, check_first_step, check_loss_fn, check_precision, confirmable
 from .window import Window
 
 if TYPE_CHECKING:
@@ -296,18 +296,6 @@ class Turn:
         with scaled_lr(optimizer, window.lr_scale):
             return proceed(*args, **kwargs)
 
-    def _without_untriable_doubts(self, decision: Decision) -> Decision:
-        """A suspicion alone refuses nothing. Where the loss is the loop's own, no trial can confirm it."""
-        if decision.action is Action.COMMIT or decision.tried.action is not Action.COMMIT:
-            return decision
-        if not self._step.exchange.any_rank(bool(self._step.blind_spot())):
-            return decision
-        self._session.run.say_once(
-            "a step looks suspicious, and is applied: the loop computes the loss itself, so the update cannot be tried on other "
-            "batches; pass loss_fn=… to watch() for that"
-        )
-        return decision.tried
-
     # ---- judge -------------------------------------------------------------------------------------------------
 
     def _judge(self, window: Window, optimizer: Optimizer, proceed: Callable[[], Any]) -> Any:
@@ -328,7 +316,7 @@ class Turn:
         step.transaction.notice_writes()
         measurement = step.measure(self._seen(window), losses, [])
         view = step.view(measurement)
-        decision = self._without_untriable_doubts(step.judge(view))
+        decision = confirmable(step, step.judge(view), self._session.run.say_once)
         self._num_decided += 1
         answer: list[Any] = []
         if decision.action is Action.COMMIT:
