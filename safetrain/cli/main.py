@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -101,7 +102,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     verbose = any(argument in ("-v", "--verbose") for argument in arguments)
-    sys.exit(run(arguments, verbose))
+    code = run(arguments, verbose)
+    _flush_standard_streams()
+    sys.exit(code)
+
+
+def _flush_standard_streams() -> None:
+    """What cannot be written (a full disk, a closed pipe) must not change the exit code: Python would end with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+        except AttributeError:  # there is no such stream
+            pass
 
 
 def _open_standard_streams() -> None:

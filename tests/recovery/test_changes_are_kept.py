@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -86,9 +87,13 @@ def test_islands_and_patches_are_printed_at_the_end(make_trainer, capsys, faulty
     make_trainer(train_data=batches_with_zero(), **parts).fit()
     end = capsys.readouterr().out.rpartition("done: ")[2]
     if faulty is overflowing:
-        _, found, snippet = end.partition("to make it permanent, add to the config:\n")
+        found = re.search(
+            r"to\s+make\s+it\s+permanent,\s+add\s+to\s+the\s+config:\n", end
+        )  # wrapped where the path is long
         assert found
-        assert yaml.safe_load("".join(snippet.splitlines(True)[:4])) == {"guards": {"islands": {"modules": ["2"]}}}
+        assert yaml.safe_load("".join(end[found.end() :].splitlines(True)[:4])) == {
+            "guards": {"islands": {"modules": ["2"]}}
+        }
     else:
         end = " ".join(end.split())  # wrapped where the path is long
         assert "sqrt at" in end

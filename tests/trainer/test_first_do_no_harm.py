@@ -49,7 +49,7 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), cases())
+@pytest.mark.parametrize(("name", "seed"), tuple(cases()))
 def test_every_awkward_training_is_left_alone(name, seed, tmp_path):
     check(name, 2000, seed, tmp_path / "run")
 
