@@ -60,7 +60,7 @@ PARTS = (
 )
 """Attributes that the constructor of a trainer sets."""
 REPLACEABLE = {"loss_fn", "scheduler", "guards", "ladder"}
-"""Those that may be set anew before `fit`."""
+"""Those that may be replaced before `fit`."""
 
 
 def check_hooks(cls: type, base: type) -> None:

@@ -112,7 +112,7 @@ class Course:
         return Finding("no_progress", text)
 
     def is_above_constant(self, after: int) -> bool:
-        """After so many steps the loss is no better than that of a constant answer."""
+        """After that many steps the loss is no better than that of a constant answer."""
         known = self.num_seen >= after and self.constant.mean > 0 and self.smooth.count > 0
         return known and min(self.lowest, self.smooth.mean) > 0.95 * self.constant.mean
 

@@ -29,7 +29,7 @@ VANISHED = 1e-5
 """Share of the gradient of the last layers, element by element, below which the first ones get practically none."""
 VANISHING = f"the first layers get less than {VANISHED:g} of the gradient of the last ones"
 OFTEN = 4
-"""Every so many steps a sample of the weights is looked at."""
+"""A sample of the weights is looked at every N steps."""
 PATIENCE = 20
 """Steps in which a parameter that other entries of its list took turns with was not reached, or one that was reached is not any more."""
 BEGINNING = 60

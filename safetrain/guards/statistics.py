@@ -13,7 +13,7 @@ from ..core.verdict import Action, Doubt, Verdict
 LARGE, USUAL = 0.25, 0.06
 """Size of an update relative to the weights that training began with: one that changes most of what they are, and a brisk one."""
 LOOKS = 4
-"""A rate that looks too high is tried against a lower one after `early_steps`, and once more after so many times as many."""
+"""A rate that looks too high is tried against a lower one after `early_steps`, and once more after this many times `early_steps`."""
 
 
 @dataclass

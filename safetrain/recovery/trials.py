@@ -36,7 +36,7 @@ RESTART_RATES = (1.0, 0.1, 0.01)
 DRIFT = 0.3
 """Going back is of no use if the loss then rises again, by more than this share of what it rose by until now, per step."""
 FURTHER, LOWER = 1.1, 0.05
-"""A lower rate from the start must lower the loss by so many times as much as the run has, to a loss that is lower by this share."""
+"""A lower rate from the start must lower the loss by this factor more than the run has, to a loss that is lower by this share."""
 COMING = 2000
 """Steps of the schedule in which a warm-up that has not ended reaches its peak."""
 REST = 300

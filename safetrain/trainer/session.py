@@ -97,7 +97,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """What becomes of a step that was judged. The loop that makes the steps may be the trainer's, or somebody else's."""
+    """What becomes of a step that was judged. The loop that makes the steps may be the trainer's, or one that `watch` guards."""
 
     run: Run
     step: Step
